@@ -1,11 +1,11 @@
-"""What measures pipejax and is no part of it: the demo, experiments, faults, benchmarks."""
+"""Programs that measure pipejax and are no part of it: the demo, experiments, faults and benchmarks."""
 
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # some programs here are built on what tests/support has
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # some programs in lab/ import modules of tests/support
 
 from pipejax.system import cli, environment
 
@@ -17,6 +17,6 @@ def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType
     raise SystemExit(code)
 
 
-if sys.argv[0] == "-m":  # the value of argv[0] while Python looks for the module
+if sys.argv[0] == "-m":  # argv[0] has this value while Python looks for the module
     sys.excepthook = _ended
     environment.check_platform()

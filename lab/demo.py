@@ -32,17 +32,19 @@ from pipejax.system.progress import Progress
 from pipejax.training.loop import fit
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.py"
-ROUNDS = 5  # in which each decoder decodes every document once
+ROUNDS = 5  # in each round, each decoder decodes every document once
 # Rows of typical answers, in tokens: a list of facts or steps, and a list of phrases.
 ANSWERS = {"8 rows of 14 tokens": [14] * 8, "5 rows of 4 tokens": [4] * 5}
-SOURCE = 512  # tokens of the source that goes with them
-SPREAD = 0.15  # of a decoder's times in the rounds, above which other work on the machine distorts them
+SOURCE = 512  # tokens of the source of these answers
+SPREAD = 0.15  # if a decoder's times in the rounds differ by more, other work on the machine has distorted them
 
 
 def main(argv: Sequence[str]) -> int:
     """Trains, decodes, prints, draws, and times the larger model."""
     parser = cli.Parser(prog="python -m lab.demo", description=__doc__)
-    parser.add_argument("--workdir", default="runs", metavar="DIR", help="holds one run a decoder (default: runs)")
+    parser.add_argument(
+        "--workdir", default="runs", metavar="DIR", help="holds one run for each decoder (default: runs)"
+    )
     parser.add_overrides("override a setting of both runs (repeatable)")
     flags = parser.parse_args(argv)
     root = Path(flags.workdir)
@@ -77,15 +79,16 @@ def main(argv: Sequence[str]) -> int:
 def compare(
     generators: Mapping[str, Generator], test: list[Example]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[Record]]]:
-    """The evaluation of each generator at batch 1, and its records. One of them is called "sequential".
+    """Evaluates each generator at batch 1; returns the evaluations and the records, by names of decoders.
 
-    To each evaluation it adds "milliseconds", the median of a document, "speed_up", the median of how many times as
-    fast as the sequential decoder it was, on the same document in the same round, and "spread", that of the rounds'
-    medians. The decoders take turns.
+    One of the generators is called "sequential". Each evaluation also has "milliseconds", the median time of a
+    document; "speed_up", the median of the ratios between the time of the sequential decoder and the time of this
+    one, for the same document in the same round; and "spread", the spread of the rounds' medians. The decoders take
+    turns.
     """
     results: dict[str, dict[str, Any]] = {}
     records: dict[str, list[Record]] = {}
-    seconds: dict[str, list[float]] = {strategy: [] for strategy in generators}  # of all rounds, one after the other
+    seconds: dict[str, list[float]] = {strategy: [] for strategy in generators}  # the times of all rounds, in order
     total = len(generators) * ROUNDS * len(test)
     progress = Progress(f"decoding the test split, {ROUNDS} times with each decoder", total, unit="answer")
     for number in range(ROUNDS):
@@ -102,13 +105,13 @@ def compare(
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """How far the slowest but one of some times is above the fastest, as a part of it; of two times, the slower."""
+    """The second-slowest time (of two times, the slower one) divided by the fastest, minus 1."""
     ordered = sorted(seconds)
     return ordered[-2 if len(ordered) > 2 else -1] / ordered[0] - 1
 
 
 def load_of_others() -> float | None:
-    """The processes that run or wait for a processor, a mean of the last minute; None if the system does not tell."""
+    """The mean number of processes that ran or waited for a processor in the last minute; None if it is unknown."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -116,9 +119,9 @@ def load_of_others() -> float | None:
 
 
 def warn_of_other_work(load: float | None, spread: float) -> None:
-    """Notes that other work on the machine distorts times, as far as the load before them and their spread show it."""
+    """Prints a warning if the load before the measurement, or the spread of the times, shows other work."""
     processors, signs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, []
-    if load is not None and load > 1.5 * processors:  # this process itself keeps each of them busy
+    if load is not None and load > 1.5 * processors:  # this process alone keeps each processor busy
         signs.append(f"a load of {load:.1f} on {processors} processors")
     if spread > SPREAD:
         signs.append(f"rounds that differ by {100 * spread:.0f} %")
@@ -127,7 +130,7 @@ def warn_of_other_work(load: float | None, spread: float) -> None:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line a decoder."""
+    """The table as text, with one line for each decoder."""
     base = results["sequential"]
     ideal = results["pipelined"]["step_ratio"]
     lines = [
@@ -145,7 +148,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(config: Config, test: list[Example], records: list[Record], path: Path) -> None:
-    """The page of a right answer with many rows; as in the score, their order does not matter."""
+    """Writes the page of a correct answer with many rows; as in the score, the order of rows does not matter."""
     right = [i for i, (e, r) in enumerate(zip(test, records, strict=True)) if sorted(e.targets) == sorted(texts(r))]
     chosen = max(
         right or range(len(test)), key=lambda i: (min(len(texts(records[i])), 6), sum(map(len, records[i]["row_ids"])))
@@ -166,18 +169,18 @@ def draw(config: Config, test: list[Example], records: list[Record], path: Path)
 def at_size(
     architecture: T5Config, answers: Mapping[str, Sequence[int]], *, source: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Both decoders' times in a T5 with random weights, whose answers are made to have rows of given lengths.
+    """Measures both decoders in a T5 with random weights, whose answers are forced to have rows of given lengths.
 
     Args:
       architecture: the T5.
-      answers: by name, the tokens of each row.
-      source: tokens.
-      rounds: in which each decoder takes a turn; one more before them does not count.
+      answers: the numbers of tokens of each row, by the name of the answer.
+      source: the number of tokens of the source.
+      rounds: the number of rounds, in each of which both decoders take a turn; an earlier round does not count.
 
     Returns:
-      for each answer: its name; for each decoder its steps and its seconds, decoding alone and with the encoder
-      (medians); how many times as fast the pipelined one was (medians of the rounds' ratios); the spread of the
-      rounds, of the decoder that has the larger one.
+      for each answer: its name; the steps and the seconds of each decoder, decoding alone and with the encoder
+      (medians); the speed-up of the pipelined decoder (medians of the rounds' ratios); the larger one of the two
+      decoders' spreads between rounds.
     """
     strategies: dict[str, Pipelined | Sequential] = {
         "sequential": Sequential(512),
@@ -211,7 +214,7 @@ def at_size(
 
 
 def size_table(timed: Sequence[Mapping[str, Any]]) -> str:
-    """Lines for people."""
+    """The table of `at_size` as text."""
     lines = [
         f"\nBoth decoders in a model of T5-Base's size, a source of {timed[0]['source']} tokens, one at a time.",
         "The weights are random and the answers mean nothing: their lengths are set to those of typical answers.\n",

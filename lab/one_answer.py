@@ -1,6 +1,6 @@
-"""One answer being made, from the source to its rows: `python -m lab.one_answer` runs it on a small random T5.
+"""Decodes one answer step by step, from the source to its rows: `python -m lab.one_answer` uses a small random T5.
 
-These are the real parts, put together slowly and in the open; the page "Read this first" names the fast form of each.
+The program calls the real parts of pipejax one after the other. The page "Read this first" names the fast form of each.
 """
 
 import argparse
@@ -27,17 +27,17 @@ def write(config: Backbone, params: object, strategy: Pipelined, source: list[in
         hidden, cache = model.apply({"params": params}, *given, method="step")
         return model.apply({"params": params}, hidden, method="logits"), cache
 
-    # 1. Encode. The memory is what the decoder sees of the source: keys and values of each layer.
+    # 1. Encode. The memory holds the keys and values of the source for each layer: the decoder sees nothing else of it.
     ids = jnp.asarray([source])
     memory = jax.jit(partial(model.apply, method="encode"))({"params": params}, ids, jnp.ones_like(ids, bool))
 
-    # 2. The loop. A strategy knows the grid and no model: it says which tokens are asked, and where they stand.
+    # 2. The loop. A strategy knows the grid and no model: it returns the tokens to feed, and their rows and times.
     width, used = strategy.most_queries, 0
-    rows, times = (np.full(strategy.slots + width, 2**30) for _ in range(2))  # where each slot of the cache stands
+    rows, times = (np.full(strategy.slots + width, 2**30) for _ in range(2))  # row and time of each slot of the cache
     cache, state = model.empty_cache(1, len(rows)), strategy.init(1)
     ask, advance = jax.jit(strategy.query), jax.jit(strategy.advance)
     while not strategy.done(state)[0]:
-        # 3. A new row may begin here; each open row asks for its next token.
+        # 3. A new row may start here. Each open row has a query for its next token.
         state, query = ask(state)
         live = np.flatnonzero(query.live[0])
         tokens, row, time = (np.zeros(width, np.int32) for _ in range(3))
@@ -45,30 +45,30 @@ def write(config: Backbone, params: object, strategy: Pipelined, source: list[in
         row[: len(live)], time[: len(live)] = query.row[0, live], np.broadcast_to(query.time, query.live.shape)[0, live]
         rows[used : used + len(live)], times[used : used + len(live)] = row[: len(live)], time[: len(live)]
 
-        # 4. One call of the decoder for all rows. The paper is in these two lines: who sees whom, and how far apart.
+        # 4. One call of the decoder for all rows. The paper's idea is in these two lines: the mask and the positions.
         mask = grid.visible(row[:, None], time[:, None], rows, times)
         position, key_position = grid.position(row, time), grid.position(rows, times)
         given = (x[None] for x in (tokens, mask, position, key_position))
         logits, cache = step(*given, memory, cache, np.asarray([used]))
         used += len(live)
 
-        # 5. The most likely token of each open row is written; a row ends with its eos, an empty row ends the answer.
+        # 5. Each open row gets its most likely token. A row ends with its eos, and an empty row ends the answer.
         answers = np.zeros(query.live.shape, np.int32)
         answers[0, live] = logits[0, : len(live)].argmax(axis=-1)
         state = advance(state, answers)
-        said = [f"row {query.row[0, i]} {query.tokens[0, i]} -> {answers[0, i]}" for i in live]
-        print(f"step {time[: len(live)].max() + 1:2}: {',  '.join(said)}")
+        printed = [f"row {query.row[0, i]} {query.tokens[0, i]} -> {answers[0, i]}" for i in live]
+        print(f"step {time[: len(live)].max() + 1:2}: {',  '.join(printed)}")
 
-    # 6. The rows, each from its own beginning.
+    # 6. The finished rows, each from its first token.
     decoded = strategy.result(state)
     return [row[:n].tolist() for row, n in zip(decoded.tokens[0], decoded.lengths[0].tolist(), strict=True) if n]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Writes an answer, and compares it with that of `Generator.decode`."""
+    """Decodes an answer, and compares it with the answer of `Generator.decode`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
-    parser.add_argument("--delay", type=int, default=2, help="steps from the start of a row to the next one's")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("--delay", type=int, default=2, help="steps between the starts of two rows")
     flags = parser.parse_args(argv)
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, num_heads=4, d_ff=64, num_layers=1, num_decoder_layers=2)
     params = random_params(config, config.eos_token_id, flags.seed)

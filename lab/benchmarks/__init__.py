@@ -1,1 +1,1 @@
-"""Commands that measure speed beside other systems."""
+"""Commands that measure the speed of pipejax and of other systems."""

@@ -1,4 +1,4 @@
-"""Whether our own kernels for GPUs give the same results as XLA: the outputs of steps and the tokens of decodes.
+"""Compares our own kernels for GPUs with XLA: the outputs of steps and the tokens of decodes.
 
 Everything is computed in float32 and bfloat16, by XLA and by our kernels. The outputs of steps are the log-
 probabilities of the same forced tokens, and XLA in float32 is the reference. In float32, the differences of our kernels
@@ -30,16 +30,16 @@ QUERIES = (1, 20, 40)  # of an example, in `gpu.trial`
 
 
 def trial(queries: int, interpret: bool) -> dict[str, Any]:
-    """The comparison that decoding itself makes when a checkpoint is opened."""
+    """Makes the comparison that pipejax makes when it opens a checkpoint for decoding."""
     apart = float(jax.device_get(gpu.trial(queries, interpret=interpret)))
     return {"agrees": apart < gpu.TOLERANCE, "apart": apart}
 
 
 class Four:
-    """One T5 in float32 and bfloat16, by XLA and by our kernels."""
+    """One T5 in four forms: in float32 and bfloat16, computed by XLA and by our kernels."""
 
     def __init__(self, config: T5Config, params: Any, ours: Backend) -> None:
-        """Lays the weights out; nothing compiles yet."""
+        """Prepares the weights. Programs compile when they are first used."""
         self.config = config
         self.programs: dict[tuple[str, Backend], Programs] = {}
         self.ours, device = ours, jax.local_devices()[:1]
@@ -50,13 +50,13 @@ class Four:
     def decode(
         self, dtype: str, backend: Backend, source: list[list[int]], strategy: Any, options: DecodingOptions
     ) -> Decoded:
-        """What one of the four decodes."""
+        """The answers that one of the four forms decodes."""
         return self.programs[dtype, backend].decode(
             source, strategy, batch_size=len(source), across=1, report=Report(), options=options
         )
 
     def outputs(self, dtype: str, source: list[list[int]], strategy: Any, tolerance: float) -> dict[str, Any]:
-        """How far the log-probabilities of forced tokens are from those of XLA in float32."""
+        """The differences between the log-probabilities of forced tokens and those of XLA in float32."""
         shape = jax.eval_shape(lambda: strategy.result(strategy.init(len(source)))).tokens.shape
         forced = np.random.default_rng(2).integers(3, self.config.vocab_size, shape, np.int32)
         options = DecodingOptions(forced=forced, scores=True)
@@ -74,7 +74,7 @@ class Four:
         return {"agrees": of_ours <= WORSE * of_theirs, "apart": of_ours, "apart_xla": of_theirs}
 
     def tokens(self, dtype: str, source: list[list[int]], strategy: Any) -> dict[str, Any]:
-        """The share of the tokens of greedy decodes that are XLA's."""
+        """The share of tokens in greedy decodes that equal XLA's tokens."""
         ours, theirs = (self.decode(dtype, x, source, strategy, GREEDILY) for x in (self.ours, XLA))
         place = np.arange(ours.tokens.shape[2])
         both = place < np.minimum(ours.lengths, theirs.lengths)[..., None]

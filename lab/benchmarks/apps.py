@@ -1,8 +1,9 @@
 """The servers that `lab.benchmarks.serve` compares: `python -m lab.benchmarks.apps NAME DIR --answer NxM` starts one.
 
-"pipejax" is `pipejax serve` itself, with one strategy that is forced to rows of these lengths; what follows the flags
-goes to it. The others answer as a first version of such a service is written, a FastAPI application above the library's
-own call: one request at a time, or, with "-batch" in the name, all that wait together, up to so many.
+"pipejax" is `pipejax serve` itself, with one strategy that is forced to rows of these lengths; further arguments are
+passed to it. The other servers are written as a first version of such a service often is, a FastAPI application that
+calls the library. They answer one request at a time, or, with "-batch" in the name, up to `BATCH` waiting requests
+together.
 """
 
 import asyncio
@@ -26,18 +27,20 @@ from pipejax.inference.generator import Generator
 from pipejax.system import cli
 
 PEERS = tuple(f"{name}{how}" for name in ("hf", "ct2-fp32", "ct2-int8") for how in ("", "-batch"))
-BATCH = 8  # requests that are decoded together: the places of `pipejax serve`
-Answers = Callable[[list[list[int]]], list[list[Any]]]  # of sources of one length, as token ids
+BATCH = 8  # requests that are decoded together, as many as `pipejax serve` has places
+Answers = Callable[[list[list[int]]], list[list[Any]]]  # answers sources of one length, as token ids
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until it is told to end."""
+    """Serves until a signal ends the process."""
     parser = cli.Parser(prog="python -m lab.benchmarks.apps", description=__doc__)
     parser.add_argument("name", choices=("pipejax", *PEERS))
-    parser.add_argument("directory", metavar="DIR", help="a checkpoint, or for others a model of Hugging Face's")
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint, or a Hugging Face model for the other servers")
     parser.add_argument("--answer", required=True, metavar="NxM", help="rows and tokens of each answer")
     parser.add_argument("--sub-max", type=cli.whole_number(1), default=20, metavar="S", help="rows of pipejax's grid")
-    parser.add_argument("--time-max", type=cli.whole_number(1), default=64, metavar="T", help="its time-steps")
+    parser.add_argument(
+        "--time-max", type=cli.whole_number(1), default=64, metavar="T", help="time-steps of pipejax's grid"
+    )
     parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N")
     flags, more = parser.parse_known_args(argv)
     rows = rows_of(flags.answer)
@@ -51,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def force(generator: type[Generator] | Generator, rows: Sequence[int], grid: GridConfig) -> None:
-    """Lets a generator, or all of them, write answers of these rows, whatever the weights say."""
+    """Makes a generator, or all generators, write answers with rows of these lengths, independent of the weights."""
     fixed = Fixed(grid.delay, grid.time_max, grid.sub_max, lengths=tuple(rows))
     setattr(generator, "make_strategy", lambda *given, **more: fixed)  # noqa: B010  (mypy takes no assignment to a method)
 
 
 def of_peer(name: str, directory: Path, length: int, *, threads: int) -> Answers:
-    """What another library answers: so many tokens to each source."""
+    """A function by which another library answers each source with `length` tokens."""
     if name.startswith("hf"):
         hugging_face = HuggingFace(name, directory, threads=threads, device=torch_device())
         torch = hugging_face.torch
@@ -74,7 +77,7 @@ def of_peer(name: str, directory: Path, length: int, *, threads: int) -> Answers
 
 
 def serve(name: str, answers: Answers, size: int) -> None:
-    """POST /v1/completions with a prompt of token ids gives the tokens; a thread of its own decodes."""
+    """Serves POST /v1/completions, which answers a prompt of token ids with tokens; a separate thread decodes."""
     import uvicorn
     from fastapi import FastAPI
     from pydantic import BaseModel
@@ -91,7 +94,7 @@ def serve(name: str, answers: Answers, size: int) -> None:
                 taken.append(waiting.get())
             try:
                 found = answers([ids for ids, _ in taken])
-            except Exception as error:  # or whoever asked would wait for ever
+            except Exception as error:  # without an answer the clients would wait forever
                 for _, future in taken:
                     future.set_exception(error)
                 continue

@@ -1,4 +1,4 @@
-"""What `train.remat=auto` chooses on GPUs of several sizes, by the estimate of `pipejax plan`. It needs no GPU.
+"""Prints the choices of `train.remat=auto` for GPUs of several sizes, from the estimates of `pipejax plan`, on any CPU.
 
     python -m lab.benchmarks.cards [--json OUT]
 
@@ -22,7 +22,7 @@ from pipejax.model.slots import Blocks
 from pipejax.system import cli
 from pipejax.training import memory, step
 
-CARDS = {"RTX 4090 (24 GB)": 23.6, "A100 (40 GB)": 39.4, "H100 (80 GB)": 79.1, "H200 (141 GB)": 139.8}  # GiB in all
+CARDS = {"RTX 4090 (24 GB)": 23.6, "A100 (40 GB)": 39.4, "H100 (80 GB)": 79.1, "H200 (141 GB)": 139.8}  # GiB in total
 STEPS = {
     "Base, 24 sources of 2,048 in four parts": TRAININGS["paper"]._replace(model=SIZES["base"]),
     "Base, 24 sources of 2,048 at once": TRAININGS["paper"]._replace(model=SIZES["base"], accumulate=1),
@@ -31,9 +31,9 @@ STEPS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Estimates, prints a line for each step and card, writes JSON."""
+    """Estimates each step, prints a line for each step and card, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.cards", description=__doc__)
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     results = [row for name, training in STEPS.items() for row in rows(name, training)]
@@ -62,7 +62,7 @@ def rows(name: str, training: Training) -> Iterator[dict[str, Any]]:
 
 
 def with_remat(config: Config, remat: str) -> Config:
-    """The config with another `train.remat`."""
+    """Returns the config with another `train.remat`."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, remat=remat))
 
 

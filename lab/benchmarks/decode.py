@@ -1,12 +1,12 @@
-"""Decoding speed of one T5 with random weights, beside other systems that do the same work.
+"""Compares the decoding speed of pipejax with that of other systems that do the same work, for a T5 of random weights.
 
     python -m lab.benchmarks.decode --model base --patterns 8x14,5x4,7x40 --peers hf,ct2-int8,openvino-int8 --json OUT
 
 A pattern NxM is an answer of N rows of M tokens: a sequential decoder takes N (M + 1) steps for it (a separator
 between rows, an eos), the pipelined one N + M. NxMu has the same tokens in rows of unequal length, one of them 1.5
-times the mean. The systems take turns, each round in another order; times are medians, ratios the medians of each
-round's own ratio. Each of the others is a process (`lab.benchmarks.peers`); if it cannot decode a batch, it decodes
-one example, and its time is taken that many times.
+times the mean. The systems take turns, in another order in each round. Times are medians over the rounds, and a ratio
+is the median of the ratios in the rounds. Each of the other systems runs in its own process (`lab.benchmarks.peers`).
+A system that cannot decode a batch decodes one example, and its time is multiplied by the size of the batch.
 """
 
 import contextlib
@@ -53,14 +53,16 @@ OURS = ("pipejax-pipelined", "pipejax-sequential")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures the systems, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.decode", description=__doc__)
-    parser.add_argument("--model", default="base", metavar="NAME", help=f"of {', '.join(SIZES)}, umt5-base, ... (base)")
+    parser.add_argument(
+        "--model", default="base", metavar="NAME", help=f"one of {', '.join(SIZES)}, umt5-base, ... (base)"
+    )
     parser.add_argument("--patterns", default="8x14,5x4,7x40", metavar="NxM,...")
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
     parser.add_argument("--batch", default="1", metavar="B,...", help="examples decoded together (1)")
     parser.add_argument(
-        "--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-peers has them"
+        "--peers", default="", metavar="NAME,...", help=f"some of {', '.join(PEERS)}; make venv-peers installs them"
     )
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
     parser.add_argument(
@@ -68,24 +70,36 @@ def main(argv: Sequence[str]) -> int:
         type=float,
         default=math.inf,
         metavar="S",
-        help="a system that has been measured for so many seconds has fewer rounds",
+        help="seconds after which a system takes no further turn",
     )
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of pipejax")
     parser.add_argument(
         "--weights",
         default="float32",
         metavar="NAME,...",
-        help=f"of pipejax, in turn, of {', '.join(SUFFIXES)} (float32)",
+        help=f"weights of pipejax, one system for each, some of {', '.join(SUFFIXES)} (float32)",
     )
     parser.add_argument(
-        "--kernels", default="own", metavar="NAME,...", help=f"of pipejax, in turn, of {', '.join(KERNELS)} (own)"
+        "--kernels",
+        default="own",
+        metavar="NAME,...",
+        help=f"kernels of pipejax, one system for each, some of {', '.join(KERNELS)} (own)",
     )
-    parser.add_argument("--sub-max", default="20", metavar="S,...", help="rows of the grid; the first is the headline")
-    parser.add_argument("--time-max", default="64", metavar="T,...", help="its time-steps, one for all or each (64)")
-    parser.add_argument("--max-length", type=int, default=512, metavar="N", help="of the sequential decoder (512)")
-    parser.add_argument("--keep", metavar="DIR", help="the peers' models stay there, and are taken from there")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument(
+        "--sub-max", default="20", metavar="S,...", help="rows of the grid; the first value gives the main figure"
+    )
+    parser.add_argument(
+        "--time-max",
+        default="64",
+        metavar="T,...",
+        help="time-steps of the grids, one value for all or one for each (64)",
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=512, metavar="N", help="most tokens of the sequential decoder (512)"
+    )
+    parser.add_argument("--keep", metavar="DIR", help="directory in which the peers' models are kept and reused")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
@@ -95,7 +109,9 @@ def main(argv: Sequence[str]) -> int:
     rows_of_grid = whole_numbers("--sub-max", flags.sub_max)
     times = whole_numbers("--time-max", flags.time_max) * (1 if "," in flags.time_max else len(rows_of_grid))
     if len(times) != len(rows_of_grid):
-        raise UserError("--time-max", found=f"{flags.time_max}", expected="one, or as many as --sub-max has")
+        raise UserError(
+            "--time-max", found=f"{flags.time_max}", expected="one value, or as many values as --sub-max has"
+        )
     grids = list(zip(rows_of_grid, times, strict=True))
     compile_cache.use_cache()
     for text, rows in patterns.items():
@@ -123,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
                 cli.note(f"loading {name}")
                 try:
                     started = stack.enter_context(peer(name, directory, threads=flags.threads, dtype=flags.dtype))
-                except Exception as error:  # of whatever kind: ours are measured all the same
+                except Exception as error:  # any error: our own systems are measured nevertheless
                     failures.append(failure(name, error_line(error)))
                 else:
                     systems.append(started)
@@ -153,22 +169,22 @@ def main(argv: Sequence[str]) -> int:
                     size = min({"float32": 4, "bfloat16": 2, "int8": 1}[w] for w in (held, flags.dtype))
                     least = step_bytes(config, source=flags.source, slots=own["steps"] // 2, itemsize=size) / memory
                     over = own["decode_s"] / own["steps"] / least
-                    lines.append(f"{name}: {over:.2f} times what reading its bytes takes at {memory / 1e9:.1f} GB/s")
+                    lines.append(f"{name}: {over:.2f} times the time for reading its bytes at {memory / 1e9:.1f} GB/s")
             print("\n".join(lines), end="\n\n", flush=True)
-            if flags.json:  # at once: a run that is cut off leaves what it has measured
+            if flags.json:  # written after each pattern, so that an interrupted run leaves its results
                 save(flags.json, {"results": results, "failures": failures, **about})
         progress.close()
     return int(bool(failures))
 
 
 def failure(system: str, why: str, **where: Any) -> dict[str, Any]:
-    """A system that was not measured, said and as a record."""
+    """Prints a warning about a system that was not measured, and returns the record of it."""
     cli.note(f"warning: {system} is left out{''.join(f', {key} {value}' for key, value in where.items())}: {why}")
     return {"system": system, **where, "error": why}
 
 
 def rows_of(text: str) -> list[int]:
-    """Lengths of the rows that a pattern stands for: "8x14" is [14] * 8, "8x14u" [13, 13, 13, 13, 21, 13, 13, 13]."""
+    """The lengths of rows that a pattern describes: "8x14" is [14] * 8, "8x14u" [13, 13, 13, 13, 21, 13, 13, 13]."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(u?)", text)
     if not found:
         raise UserError("--patterns", found=f"{text!r}", expected="such as 8x14 or 8x14u")
@@ -182,14 +198,14 @@ def rows_of(text: str) -> list[int]:
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:
-    """Of a list with commas."""
+    """The numbers in a list with commas; raises a UserError that names `flag`."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise UserError(flag, found=f"{text!r}", expected="whole numbers with commas")
     return [int(x) for x in text.split(",")]
 
 
 def summary(pattern: str, system: System, batch: Rows, runs: list[Run]) -> dict[str, Any]:
-    """Medians of one system."""
+    """The medians of one system, as a record."""
     found: dict[str, Any] = {
         "pattern": pattern,
         "system": system.name,
@@ -207,10 +223,10 @@ def summary(pattern: str, system: System, batch: Rows, runs: list[Run]) -> dict[
 
 
 def table(pattern: str, systems: Sequence[System], batch: Rows, runs: dict[str, list[Run]]) -> list[str]:
-    """Lines for people, the fastest with its encoder first."""
+    """The table as lines of text. The system that is fastest, encoder included, comes first."""
     own = runs[systems[0].name]
     lines = [
-        f"{pattern}, {len(batch)} x {len(batch[0])} rows; {systems[0].name} is so many times as fast:",
+        f"{pattern}, {len(batch)} x {len(batch[0])} rows; {systems[0].name} is faster by these factors:",
         f"{'system':<28}{'steps':>6}{'ms/step':>9}{'encode s':>10}{'decode s':>10}{'decoding':>10}{'with encoder':>14}",
     ]
     for system in sorted(systems, key=lambda system: statistics.median(map(sum, runs[system.name]))):

@@ -1,11 +1,11 @@
-"""Decodes a file of real documents end to end beside other systems, on the same random weights.
+"""Decodes a file of real documents end to end with pipejax and with other systems, with the same random weights.
 
     python -m lab.benchmarks.documents msqa_test.jsonl --tokenizer t5_tokenizer --model base --weights float32,int8 \
         --peers hf,ct2-int8 --json OUT
 
-Lines are {"source", "targets"}: every answer is forced to the rows of its targets, in number and in length. Time runs
-from the text of the source to the text of the answer. The systems take turns document by document, or batch by batch;
-batches are of similar length. Compilation comes before.
+A line of the file has "source" and "targets". Every answer is forced to as many rows, of the same lengths, as its
+targets have. The time is measured from the text of the source to the text of the answer. The systems take turns
+document by document, or batch by batch; the sources of a batch have similar lengths. Programs compile before that.
 """
 
 import itertools
@@ -47,11 +47,11 @@ from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
 PEERS = ("hf", "hf-bf16", "hf-int8", "hf-compiled", "ct2-fp32", "ct2-int8")
-Batch = tuple[list[str], list[list[int]]]  # sources, and the lengths of the rows of each
+Batch = tuple[list[str], list[list[int]]]  # sources, and the lengths of the rows of each answer
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures the systems, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.documents", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="JSON lines with source and targets")
     parser.add_argument("--tokenizer", required=True, metavar="DIR")
@@ -60,11 +60,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="only the first N documents")
     parser.add_argument("--max-source", type=int, default=2048, metavar="L", help="longer sources are cut (2048)")
     parser.add_argument(
-        "--weights", default="float32", metavar="NAME,...", help=f"ours, of {', '.join(SUFFIXES)} (float32)"
+        "--weights",
+        default="float32",
+        metavar="NAME,...",
+        help=f"weights of pipejax, some of {', '.join(SUFFIXES)} (float32)",
     )
     parser.add_argument("--peers", default="hf", metavar="NAME,...", help=f"of {', '.join(PEERS)} (hf)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each system (2)")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     weights, peers = names_of("--weights", flags.weights, SUFFIXES), names_of("--peers", flags.peers, PEERS)
@@ -113,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         batch = [text for text, _ in full], [rows for _, rows in full]
         shape = bucket(max(len(tokenizer.encode(text)) + 1 for text in batch[0]))
         order = list(systems)[number % len(systems) :] + list(systems)[: number % len(systems)]
-        if shape not in shapes:  # warm-up, of Hugging Face too
+        if shape not in shapes:  # warm-up, for Hugging Face too
             shapes.add(shape)
             for system in systems.values():
                 system(batch)
@@ -125,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
         progress.add(len(part))
     progress.close()
 
-    count, (first, own) = len(documents), next(iter(seconds.items()))  # our pipelined decoder
+    count, (first, own) = len(documents), next(iter(seconds.items()))  # the first system is our pipelined decoder
     print(f"{count} documents, batch {flags.batch}, {flags.model}, {flags.threads} threads; compilation left out")
     print(f"{'system':<22}{'seconds':>9}{'documents/s':>13}{f'{first} is faster by':>40}")
     for name, value in seconds.items():
@@ -138,24 +141,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answers(file: str) -> Iterator[tuple[str, list[str]]]:
-    """Each document's source and targets."""
+    """Yields the source and the targets of each document."""
     with open(file, "rb") as lines:
         for place, value in read_objects(lines, file):
             targets = value.get("targets")
             if not isinstance(targets, list):
-                raise UserError(place, found="no list of targets", expected="one")
+                raise UserError(place, found="no list of targets", expected="a list")
             yield text_of(value, "source", place), targets
 
 
 def tokens_of(tokenizer: Tokenizer, most: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Sources i32 [B, L], padded to a bucket, and their lengths i32 [B]."""
+    """Returns sources i32 [B, L], padded to the size of a bucket, and their lengths i32 [B]."""
     ids = [tokenizer.affixes.around(tokenizer.encode(text), most) for text in texts]
     lengths = np.asarray([len(x) for x in ids], np.int32)
     return pad([np.asarray(x, np.int32) for x in ids], bucket(int(lengths.max()))), lengths
 
 
 def ours(system: Pipejax, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
-    """From texts to texts with pipejax."""
+    """Decodes a batch of texts into texts with pipejax."""
     memory = system.decoder.encode(*tokens_of(tokenizer, most, batch[0]))
     decoded = system.decoder.decode(memory, batch[1])
     for rows, lengths in zip(decoded.tokens, decoded.lengths, strict=True):
@@ -164,7 +167,7 @@ def ours(system: Pipejax, tokenizer: Tokenizer, most: int, batch: Batch) -> None
 
 
 def hugging_face(system: HuggingFace, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
-    """From texts to texts with transformers; sources are padded to the longest only."""
+    """Decodes a batch of texts into texts with transformers, which pads sources to the longest one only."""
     source, lengths = tokens_of(tokenizer, most, batch[0])
     source = source[:, : lengths.max()]
     torch: Any = system.torch
@@ -180,7 +183,7 @@ def hugging_face(system: HuggingFace, tokenizer: Tokenizer, most: int, batch: Ba
 
 
 def ctranslate2(system: CTranslate2, tokenizer: Tokenizer, most: int, batch: Batch) -> None:
-    """From a text to a text with CTranslate2, whose words stand for ids."""
+    """Decodes a text into a text with CTranslate2, whose input and output are words instead of ids."""
     source, lengths = tokens_of(tokenizer, most, batch[0])
     words = words_of(source[0, : lengths[0]].tolist())
     steps = sequential_steps(batch[1][0])

@@ -1,16 +1,17 @@
-"""Times drafts on real answers: ours, and Hugging Face's prompt lookup and assisted decoding, on the same weights.
+"""Times drafts of pipejax, and Hugging Face's prompt lookup and assisted decoding, on real answers with equal weights.
 
     python -m lab.benchmarks.drafts msqa_test.jsonl --tokenizer t5_tokenizer --model base --json OUT
 
-The weights are random, and every system writes the same answers: a column of logits gets the token of the file's
-"targets" as its maximum, once the system has computed it. So the work is that of a T5 of this size which is always
-right, and drafts are right as often as they are for it. A T5 that drafts says the same, so it is never wrong: an upper
-bound, for Hugging Face's assistant as well. The tagger of `spans` finds all rows that are in the source, and no others.
-Where nothing can be copied, drafts only cost time: --answers shuffled draws the answer's tokens from the source without
-order, --answers foreign from what is not in the source.
+The weights are random, but every system writes the same answers: after a system has computed its logits, the token of
+the file's "targets" is made the maximum of each column. The work is therefore the work of a T5 of this size that always
+answers correctly, and drafts are accepted as often as this T5 would accept them. A small T5 that drafts is forced to
+the same tokens, so all of its drafts are accepted: its speed is an upper bound, and so is the speed of Hugging Face's
+assistant. The tagger of `spans` finds all rows that are in the source, and no others. If nothing can be copied, drafts
+only cost time: --answers shuffled draws the tokens of an answer from the source, in random order, and --answers foreign
+draws tokens that are not in the source.
 
-The systems take turns document by document, one document at a time; the first round does not count. Ours pad
-all sources to --max-source tokens, for one compiled encoder; Hugging Face pads none.
+The systems take turns document by document, one document at a time; the first round does not count. Pipejax pads all
+sources to --max-source tokens, so that one compiled encoder suffices; Hugging Face's systems pad none.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ class Document(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One answer."""
+    """The seconds and the number of decoder calls of one answer."""
 
     encode_s: float
     decode_s: float
@@ -76,79 +77,79 @@ class Measured(NamedTuple):
 
 
 class System(Protocol):
-    """What is measured."""
+    """A system that the benchmark measures."""
 
     name: str
 
     def run(self, document: Document) -> Measured:
-        """Encodes and decodes; raises an AssertionError if it wrote something else."""
+        """Encodes and decodes a document; raises an AssertionError if the answer is not the document's."""
 
 
 @flax.struct.dataclass
-class Told:
-    """The memory of a batch, and what its decoder is to say."""
+class ScriptedMemory:
+    """The memory of a batch, with the tokens that its decoder is forced to write."""
 
     inner: Memory
     script: Any  # i32 [B, R, W], the tokens of each row; eos after the last
 
     @property
     def mask(self) -> Array:
-        """That of the memory."""
+        """The mask of the memory."""
         return self.inner.mask
 
     @property
     def adapter(self) -> None:
-        """There are no adapters."""
+        """None: there are no adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Saying:
-    """A `decoding.Model` that computes all, and then says what the script says."""
+class ScriptedModel:
+    """A `decoding.Model` that computes everything, and then chooses the tokens of the script."""
 
     inner: Any
     script: Array
     delay: int
 
     def cache(self, slots: int, old: Any) -> Any:
-        """That of the model."""
+        """The cache of the inner model."""
         return self.inner.cache(slots, old)
 
     def __call__(self, step: Step, cache: Any) -> tuple[Array, Any]:
-        """Its logits, with the script's token at the top of each column."""
+        """The logits of the inner model, with the script's token as the maximum of each column."""
         logits, cache = self.inner(step, cache)
-        says = self._says(step)
-        return logits.at[says, jnp.arange(len(says))].set(1e9), cache
+        tokens = self._scripted(step)
+        return logits.at[tokens, jnp.arange(len(tokens))].set(1e9), cache
 
     def greedy(self, step: Step, cache: Any) -> tuple[Array, Any]:
-        """The script's tokens, once its own are found."""
+        """The script's tokens, after the inner model has computed its own."""
         found, cache = self.inner.greedy(step, cache)
-        return jax.lax.optimization_barrier((found, self._says(step)))[1], cache
+        return jax.lax.optimization_barrier((found, self._scripted(step)))[1], cache
 
-    def _says(self, step: Step) -> Array:
-        """The script's tokens i32 [N]."""
+    def _scripted(self, step: Step) -> Array:
+        """The script's tokens i32 [N] for the queries of a step."""
         example = jnp.broadcast_to(jnp.arange(len(step.row))[:, None], step.row.shape)
         place = step.time - start(step.row, self.delay)
         last = jnp.asarray(self.script.shape) - 1
-        says = self.script[example, jnp.clip(step.row, 0, last[1]), jnp.clip(place, 0, last[2])].reshape(-1)
+        tokens = self.script[example, jnp.clip(step.row, 0, last[1]), jnp.clip(place, 0, last[2])].reshape(-1)
         if step.place_of_query is not None:
-            says = jnp.take(says, step.place_of_query, mode="clip")
-        return says
+            tokens = jnp.take(tokens, step.place_of_query, mode="clip")
+        return tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Telling:
-    """The part of a backend that `decode_batch` needs, for `Told` memories."""
+class ScriptedBackend:
+    """The part of a backend that `decode_batch` needs, for a `ScriptedMemory`."""
 
     inner: Backend
     delay: int = 1
 
     def decoder(self, model: T5, weights: Weights, memory: Any) -> Any:
-        """A decoder that says what it is told."""
-        return Saying(self.inner.decoder(model, weights, memory.inner), memory.script, self.delay)
+        """A decoder that writes the tokens of the memory's script."""
+        return ScriptedModel(self.inner.decoder(model, weights, memory.inner), memory.script, self.delay)
 
 
 def tagger_of(config: T5Config, rows: int) -> Tagger:
-    """A tagger with random weights, for answers of so many rows."""
+    """A tagger with random weights, for answers of at most `rows` rows."""
     tags = SpanTags(rows=rows, longest=32)
     shapes = jax.eval_shape(lambda key: tags.init_params(key, config), jax.random.key(0))
     rng = np.random.default_rng(2)
@@ -157,20 +158,20 @@ def tagger_of(config: T5Config, rows: int) -> Tagger:
 
 
 def candidates_of(document: Document, tagger: Tagger, finder: SpanFinder) -> Candidates:
-    """The rows of a document that are in its source."""
+    """The rows of a document that are in its source, as a tagger's candidates."""
     most, longest = tagger.tags.rows + 1, tagger.tags.longest
     tokens, length = np.zeros((1, most, longest), np.int32), np.zeros((1, most), np.int32)
     found = [row for row in document.rows if len(row) < longest and finder.find(row, document.source) is not None]
     for number, row in enumerate([*found, []]):
         tokens[0, number, : len(row) + 1], length[0, number] = [*row, EOS], len(row) + 1
     chance = np.ones((1, most), np.float32)
-    chance[0, len(found)] = len(found) == len(document.rows)  # of the empty row, which ends the answer
+    chance[0, len(found)] = len(found) == len(document.rows)  # the empty row, which ends the answer
     return Candidates(jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(chance))
 
 
-def told(backend: Backend) -> Any:
-    """`Telling`, as a backend: nobody asks for the rest."""
-    return Telling(backend)
+def scripted(backend: Backend) -> Any:
+    """A `ScriptedBackend` that passes as a backend: `decode_batch` uses no other part of it."""
+    return ScriptedBackend(backend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +195,16 @@ class Ours:
         small: Prepared | None,
         finder: SpanFinder,
     ) -> None:
-        """Nothing compiles yet. `length`: sources are padded to it; `small`: drafts; `finder`: for the tagger."""
+        """Prepares the system; programs compile when they are first used.
+
+        Args:
+          name: the name of the system.
+          own: the T5 that decodes.
+          strategy: the strategy of the decoder.
+          length: sources are padded to this length.
+          small: the T5 that drafts, if any.
+          finder: finds rows in the source for the tagger.
+        """
         self.name, self.own, self.strategy, self.length, self.small = name, own, strategy, length, small
         self.finder = finder
         self.tagger = tagger_of(own.model.config, GRID.rows) if isinstance(strategy.drafter, Spans) else None
@@ -207,7 +217,7 @@ class Ours:
             for each in (own, small)
             if each
         }
-        options: dict[str, Any] = {"sizes": self.sizes, "backend": told(own.backend)}
+        options: dict[str, Any] = {"sizes": self.sizes, "backend": scripted(own.backend)}
         decode = partial(programs.decode_batch, own.model, strategy, **options)
         self._decode = jax.jit(decode, static_argnames="slots")
 
@@ -227,18 +237,19 @@ class Ours:
                 memory = dataclasses.replace(memory, encoded=None)
                 jax.block_until_ready(of_small)
             if self.small:
-                of_small = Told(self._encoded(self.small, ids, length), script)
+                of_small = ScriptedMemory(self._encoded(self.small, ids, length), script)
             middle = time.perf_counter()
             padded = np.pad(ids, ((0, 0), (0, memory.mask.shape[1] - ids.shape[1])))
             source = SourceIds(padded, length, memory=of_small)
             drafter: Any = self.tagger
             if self.small:
                 laid = self.small.ready
-                drafter = SmallModel(laid.encoding, laid.decoding, self.small.model, told(self.small.backend))
+                drafter = SmallModel(laid.encoding, laid.decoding, self.small.model, scripted(self.small.backend))
             weights = self.own.ready.decoding, drafter
             read = source if self.strategy.reads_source else None
             found = decoding.run(
-                lambda slots, carry: self._decode(weights, Told(memory, script), carry, read, slots=slots), self.sizes
+                lambda slots, carry: self._decode(weights, ScriptedMemory(memory, script), carry, read, slots=slots),
+                self.sizes,
             )
             decoded = jax.device_get(found.decoded)
             after = time.perf_counter()
@@ -248,7 +259,7 @@ class Ours:
         return Measured(middle - begun, after - middle, calls)
 
     def _tagged(self, tagger: Tagger, ids: Array, length: Array, encoded: Array, rows: Candidates) -> Candidates:
-        """The candidates `rows`, once the tagger has computed its own."""
+        """The candidates `rows`, after the tagger has computed its own."""
         own = programs.read_batch(self.strategy.drafter, tagger, ids, length, encoded)
         found: Candidates = jax.lax.optimization_barrier((own, rows))[1]
         return found
@@ -262,7 +273,7 @@ class HuggingFace:
     """`generate` of transformers in float32: greedy, with `prompt_lookup_num_tokens`, or with an assistant."""
 
     def __init__(self, name: str, model: Any, assistant: Any, tokens: int) -> None:
-        """`model`, `assistant`: of transformers."""
+        """Counts the calls of the decoder. `model` and `assistant` are models of transformers."""
         import torch
 
         self.name, self.torch, self.model, self.calls = name, torch, model, 0
@@ -274,11 +285,11 @@ class HuggingFace:
         """See `System`."""
         from transformers import LogitsProcessor, LogitsProcessorList
 
-        says = [*document.line, EOS]
+        expected = [*document.line, EOS]
 
-        class Say(LogitsProcessor):  # type: ignore[misc]
+        class Force(LogitsProcessor):  # type: ignore[misc]
             def __call__(self, ids: Any, scores: Any) -> Any:
-                scores[:, says[min(ids.shape[1] - 1, len(says) - 1)]] = 1e9
+                scores[:, expected[min(ids.shape[1] - 1, len(expected) - 1)]] = 1e9
                 return scores
 
         with self.torch.inference_mode():
@@ -286,7 +297,7 @@ class HuggingFace:
             ids = self.torch.tensor(document.source[None]).long()
             mask = self.torch.ones_like(ids)
             more: dict[str, Any] = {}
-            if "assistant_model" in self.options:  # it reads the source itself
+            if "assistant_model" in self.options:  # the assistant encodes the source itself
                 more["input_ids"], middle = ids, begun
             else:
                 more["encoder_outputs"] = self.model.encoder(input_ids=ids, attention_mask=mask)
@@ -299,20 +310,20 @@ class HuggingFace:
                 max_new_tokens=WIDTH,
                 do_sample=False,
                 num_beams=1,
-                logits_processor=LogitsProcessorList([Say()]),
+                logits_processor=LogitsProcessorList([Force()]),
             )
             after = time.perf_counter()
         wrote = found[0, 1:].tolist()
-        assert wrote == says, f"{self.name} wrote {wrote}, not {says}"
+        assert wrote == expected, f"{self.name} wrote {wrote}, not {expected}"
         return Measured(middle - begun, after - middle, self.calls)
 
 
-WIDTH = 128  # tokens of an answer, at the most
+WIDTH = 128  # most tokens of an answer
 GRID = Pipelined(delay=1, time_max=64, sub_max=20)
 
 
 def read(file: str, tokenizer: Tokenizer, *, count: int, most: int) -> list[Document]:
-    """Documents from all of the file, as far apart as possible, whose answers fit."""
+    """Reads up to `count` documents whose answers fit, spread evenly over the whole file."""
     fitting = []
     for text, targets in answers(file):
         rows = [ids for target in targets if (ids := tokenizer.encode(target))]
@@ -327,7 +338,14 @@ def read(file: str, tokenizer: Tokenizer, *, count: int, most: int) -> list[Docu
 
 
 def drawn(document: Document, tokens: np.ndarray, rng: np.random.Generator, known: bool) -> Document:
-    """The document with an answer of the same lengths, of some of these tokens; `known`: in the source, else not."""
+    """The document with a random answer of the same lengths.
+
+    Args:
+      document: the document.
+      tokens: the tokens to draw from.
+      rng: the generator of random numbers.
+      known: whether tokens of the source may be drawn; otherwise only other tokens are.
+    """
     tokens = np.setdiff1d(tokens, [EOS] if known else document.source)
     length = max(len(document.line), sum(map(len, document.rows)))
     chosen = rng.choice(tokens, length, replace=len(tokens) < length).tolist()
@@ -339,7 +357,7 @@ def drawn(document: Document, tokens: np.ndarray, rng: np.random.Generator, know
 
 
 def prepared(config: T5Config, params: Any, weights: str) -> Prepared:
-    """On the fastest backend."""
+    """Prepares a T5 on the fastest backend."""
     model = T5(config, dtype=jnp.float32)
     backend = backends.fastest(config, model.dtype, weights)
     ready = jax.jit(lambda p: backend.prepare(model, p))(params)
@@ -347,21 +365,27 @@ def prepared(config: T5Config, params: Any, weights: str) -> Prepared:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures the systems, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.drafts", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="JSON lines with source and targets")
     parser.add_argument("--tokenizer", required=True, metavar="DIR")
     parser.add_argument("--model", choices=SIZES, default="base")
     parser.add_argument("--small", choices=SIZES, default="small", help="the T5 that drafts (small)")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), metavar="NAME,...", help=f"of {', '.join(SYSTEMS)}")
-    parser.add_argument("--weights", choices=("float32", "int8"), default="float32", help="of ours")
+    parser.add_argument(
+        "--systems", default=",".join(SYSTEMS), metavar="NAME,...", help=f"some of {', '.join(SYSTEMS)}"
+    )
+    parser.add_argument("--weights", choices=("float32", "int8"), default="float32", help="weights of pipejax")
     parser.add_argument("--documents", type=cli.whole_number(1, 10**4), default=12, metavar="N")
     parser.add_argument("--rounds", type=cli.whole_number(1, 100), default=3, metavar="N")
-    parser.add_argument("--tokens", type=cli.whole_number(1, 64), default=8, metavar="D", help="drafted in a call (8)")
+    parser.add_argument(
+        "--tokens", type=cli.whole_number(1, 64), default=8, metavar="D", help="tokens drafted in a call (8)"
+    )
     parser.add_argument("--max-source", type=cli.whole_number(2, 2048), default=512, metavar="L")
-    parser.add_argument("--answers", choices=ANSWERS, default=ANSWERS[0], help="what is written (gold)")
-    parser.add_argument("--threads", type=cli.whole_number(1, 256), default=2, metavar="N", help="of every system (2)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--answers", choices=ANSWERS, default=ANSWERS[0], help="tokens of the answers (gold)")
+    parser.add_argument(
+        "--threads", type=cli.whole_number(1, 256), default=2, metavar="N", help="threads of each system (2)"
+    )
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     names = names_of("--systems", flags.systems, SYSTEMS)
@@ -370,9 +394,7 @@ def main(argv: Sequence[str]) -> int:
     config = SIZES[flags.model]
     documents = read(flags.file, Tokenizer.load(Path(flags.tokenizer)), count=flags.documents, most=flags.max_source)
     if (most := max(max(d.source.max(), *d.line) for d in documents)) >= config.vocab_size:
-        raise UserError(
-            "--tokenizer", found=f"the id {most}", expected=f"ids below {config.vocab_size}, those of the model"
-        )
+        raise UserError("--tokenizer", found=f"the id {most}", expected=f"ids of the model, below {config.vocab_size}")
     if flags.answers != "gold":
         rng = np.random.default_rng(0)
         known = flags.answers == "shuffled"
@@ -402,7 +424,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path, finder: SpanFinder) -> list[System]:
-    """The systems of these names."""
+    """Builds the systems with these names."""
     params, small = random_params(config), random_params(SIZES[flags.small], 1)
     systems: list[System] = []
     ours = [name for name in names if not name.startswith("hf")]
@@ -433,7 +455,7 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path, find
 
 
 def summary(name: str, rounds: list[list[Measured]], all_rounds: dict[str, list[list[Measured]]]) -> dict[str, Any]:
-    """Means an answer, of the median round; and how many times as fast each other system's rounds show this one."""
+    """The record of a system: means for an answer in the median round, and speed-ups over each other system."""
 
     def seconds(runs: list[Measured], whole: bool) -> float:
         return sum(r.decode_s + whole * r.encode_s for r in runs)
@@ -456,7 +478,7 @@ def summary(name: str, rounds: list[list[Measured]], all_rounds: dict[str, list[
 
 
 def table(results: list[dict[str, Any]], documents: Sequence[Document], flags: Any) -> str:
-    """Lines for people; a drafted system is compared with the same one without drafts."""
+    """The table as text; a system with drafts is compared with the same system without drafts."""
     tokens = statistics.mean(len(d.line) for d in documents)
     what = f"{len(documents)} documents, {tokens:.1f} tokens an answer, {flags.answers}"
     lines = [

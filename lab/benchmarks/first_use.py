@@ -1,11 +1,11 @@
-"""The first answer of a fresh process beside other systems: one line in, one answer out, models ready on the disk.
+"""Times the first answer of a new process, for pipejax and other systems, with models that are ready on the disk.
 
     python -m lab.benchmarks.first_use --model base --json OUT
 
-One T5 with random weights, a source of made-up words, an answer of so many tokens, one after the other. Each process
-is new; the systems take turns. "whole" is the process from its start to its end, "loading" until the model is there,
-imports included, and "answer" from then on. "cold" has an empty cache: pipejax then compiles its programs and its
-kernel. The others' programs are as short as their documentation has them.
+Each process answers one source of made-up words with --tokens tokens, by one T5 with random weights. The systems take
+turns, and each turn starts a new process. "whole" is the time of the whole process, "loading" ends when the model is
+loaded, imports included, and "answer" is the rest. "cold" means an empty cache: pipejax then compiles its programs and
+its kernel. The programs of the other systems follow the short examples in their documentation.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from lab.benchmarks.systems import SIZES, machine, models, random_params, save, 
 from pipejax.system import cli, compile_cache
 from pipejax.system.progress import Progress
 
-# Each gets the directory of its model, a file with the source, and the tokens of the answer.
+# The arguments of each program: the directory of its model, a file with the source, and the tokens of the answer.
 BEGIN = "import json, sys, time; begun = time.perf_counter(); where, file, tokens = *sys.argv[1:3], int(sys.argv[3])"
 END = "print(json.dumps({'load_s': loaded - begun, 'answer_s': time.perf_counter() - loaded, 'tokens': len(found)}))"
 GENERATE = """
@@ -73,23 +73,23 @@ tokenizer, model = AutoTokenizer.from_pretrained(where), OVModelForSeq2SeqLM.fro
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A system, and the command of a fresh process; `cold`: with an empty cache each time."""
+    """A system, and the command that starts its process; `cold`: the cache is emptied before each process."""
 
     name: str
     command: Sequence[str]
     cold: bool = False
 
     def run(self, scratch: Path) -> dict[str, float]:
-        """Seconds of one process.
+        """Runs one process; returns its seconds.
 
         Raises:
-          RuntimeError: it failed.
+          RuntimeError: the process failed.
         """
         cache = scratch / ("cold" if self.cold else "cache")
         if self.cold:
             shutil.rmtree(cache, ignore_errors=True)
         environment = os.environ | {compile_cache.VARIABLE: str(cache), "HF_HUB_OFFLINE": "1"}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process would parse our modules anew
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # it would make each process parse our modules again
         begun = time.perf_counter()
         done = subprocess.run(self.command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         whole = time.perf_counter() - begun
@@ -100,25 +100,27 @@ class Start:
 
 
 def program(name: str, *arguments: object, peer: str = "", held: str = "float32") -> list[str]:
-    """The command that runs one of `PROGRAMS` with its peer's interpreter, or ours."""
+    """The command that runs one of `PROGRAMS` with the interpreter of its peer, or with ours."""
     text = "\n".join([BEGIN, PROGRAMS[name].replace("HELD", held).strip(), END])
     return [python_of(peer) if peer else sys.executable, "-c", text, *map(str, arguments)]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures the systems, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.first_use", description=__doc__)
     parser.add_argument("--model", choices=SIZES, default="base")
-    parser.add_argument("--weights", choices=("float32", "int8"), default="float32", help="where a system has both")
+    parser.add_argument("--weights", choices=("float32", "int8"), default="float32", help="for systems that have both")
     parser.add_argument(
         "--source", type=cli.whole_number(1), default=512, metavar="L", help="words of the source (512)"
     )
-    parser.add_argument("--tokens", type=cli.whole_number(2), default=16, metavar="N", help="of the answer (16)")
+    parser.add_argument("--tokens", type=cli.whole_number(2), default=16, metavar="N", help="tokens of the answer (16)")
     parser.add_argument("--rounds", type=cli.whole_number(1), default=7, metavar="N")
-    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of every system (2)")
+    parser.add_argument(
+        "--threads", type=cli.whole_number(1), default=2, metavar="N", help="threads of each system (2)"
+    )
     parser.add_argument("--no-peers", action="store_true", help="only pipejax")
-    parser.add_argument("--keep", metavar="DIR", help="the models stay there, and are taken from there")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--keep", metavar="DIR", help="directory in which models are kept and reused")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
@@ -134,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         source = " ".join(words_of(np.random.default_rng(1).integers(3, config.vocab_size, flags.source).tolist()))
         (scratch / "source.txt").write_text(source)
         (scratch / "source.jsonl").write_text(json.dumps({"source": source}) + "\n")
-        made = scratch / "float32" if held == "int8" else run  # on the disk a model has the weights that are asked for
+        made = scratch / "float32" if held == "int8" else run  # the model on the disk has the weights of --weights
         convert(["from-hf", str(model), str(made)])
         if held == "int8":
             convert(["quantize", str(made), str(run)])
@@ -149,10 +151,10 @@ def main(argv: Sequence[str]) -> int:
         ]
         for kind, at, name in [] if flags.no_peers else of_peers(held):
             try:
-                with peer(name, model, threads=flags.threads):  # it converts what it lacks
+                with peer(name, model, threads=flags.threads):  # converts the models that are missing
                     pass
                 starts.append(Start(name, program(kind, directory / at, *asked, peer=name, held=held)))
-            except Exception as error:  # of whatever kind: the others are measured all the same
+            except Exception as error:  # any error: the other systems are measured nevertheless
                 failures.append(failure(name, error))
         found = measure(starts, scratch, flags.rounds, failures)
     results = [{"system": name} | medians(runs) for name, runs in found.items()]
@@ -165,13 +167,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """Runs `pipejax convert` with those arguments."""
+    """Runs `pipejax convert` with these arguments."""
     command = [sys.executable, "-m", "pipejax", "convert", *arguments]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
 def of_peers(held: str) -> list[tuple[str, str, str]]:
-    """Of each peer its program, the directory of its model, and its name among the peers."""
+    """The program of each peer, the directory of its model, and its name in `peers`."""
     kind = {"float32": "fp32", "int8": "int8"}[held]
     return [
         ("hf", "hf", "hf"),
@@ -181,7 +183,7 @@ def of_peers(held: str) -> list[tuple[str, str, str]]:
 
 
 def failure(name: str, error: Exception) -> dict[str, str]:
-    """A system that was not measured, said and as a record."""
+    """Prints a warning about a system that was not measured, and returns the record of it."""
     cli.note(f"warning: {name} is left out: {error_line(error)}")
     return {"system": name, "error": error_line(error)}
 
@@ -189,7 +191,7 @@ def failure(name: str, error: Exception) -> dict[str, str]:
 def measure(
     starts: Sequence[Start], scratch: Path, rounds: int, failures: list[dict[str, str]]
 ) -> dict[str, list[dict[str, float]]]:
-    """All in turn, each round in another order; one round before that fills caches and does not count."""
+    """Runs all systems in turn, in another order in each round. A first round fills caches and does not count."""
     found: dict[str, list[dict[str, float]]] = {start.name: [] for start in starts}
     progress = Progress("measuring", (rounds + 1) * len(starts), unit="start")
     for number in range(rounds + 1):
@@ -198,7 +200,7 @@ def measure(
             if start.name in found and (number or not start.cold):
                 try:
                     seconds = start.run(scratch)
-                except Exception as error:  # likewise
+                except Exception as error:  # any error, as in `main`
                     failures.append(failure(start.name, error))
                     del found[start.name]
                 else:
@@ -209,12 +211,12 @@ def measure(
 
 
 def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each figure that all have."""
+    """The median of each figure that all runs have."""
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]} | {"rounds": len(runs)}
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines for people, the fastest first."""
+    """The table as lines of text, the fastest system first."""
     lines = [f"{'first answer of a fresh process':<34}{'whole s':>9}{'loading s':>11}{'answer s':>10}{'tokens':>8}"]
     for r in sorted(results, key=lambda r: r["whole_s"]):
         more = "".join(

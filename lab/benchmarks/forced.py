@@ -1,4 +1,4 @@
-"""Decoding whose lengths are given: every system then does the same work, whatever its weights say."""
+"""Decoding in which the lengths of rows are given, so that all systems do the same work with random weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class State:
-    """That of the forced strategy, and the lengths."""
+    """The state of the inner strategy, and the lengths of rows."""
 
     inner: Any
     lengths: Array  # i32 [B, S], tokens of each row without its eos; 0 for the empty row and those after it
 
 
 def ended(strategy: Pipelined | Sequential, state: Any, next_tokens: Array, lengths: Array) -> Array:
-    """The tokens i32 [B, S] of a step, with eos where a row has its length i32 [B or 1, S], and nowhere else."""
+    """The tokens i32 [B, S] of a step, with eos exactly in rows that have reached their `lengths` i32 [B or 1, S]."""
     position = state.length
     other = jnp.where(next_tokens == strategy.eos, strategy.eos + 1, next_tokens)
     return jnp.where(position >= lengths, strategy.eos, other)
@@ -40,70 +40,70 @@ def ended(strategy: Pipelined | Sequential, state: Any, next_tokens: Array, leng
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Pipelined):
-    """Pipelined decoding in which every answer has rows of the same given lengths: for what takes no other strategy."""
+    """Pipelined decoding with the same given lengths for every answer, for callers that accept no other strategy."""
 
     lengths: tuple[int, ...] = ()  # tokens of each row without its eos; fewer than `sub_max`
 
     def advance(self, state: Any, next_tokens: Array) -> Any:
-        """As the model would, but for where rows end."""
+        """Takes the model's tokens, except that each row ends at its given length."""
         lengths = jnp.asarray([*self.lengths, *[0] * (self.rows - len(self.lengths))])
         return super().advance(state, ended(self, state, next_tokens, lengths[None]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Forced(Plain):
-    """A strategy that takes the model's choices, except that each row ends when its length says so."""
+    """A strategy that takes the model's tokens, except that each row ends at its given length."""
 
     inner: Pipelined | Sequential
 
     @property
     def most_queries(self) -> int:
-        """As many as the inner strategy has."""
+        """The most queries of a step of the inner strategy."""
         return self.inner.most_queries
 
     @property
     def slots(self) -> int:
-        """As many as the inner strategy has."""
+        """The slots of the inner strategy."""
         return self.inner.slots
 
     def start(self, lengths: Array) -> State:
-        """The state before the first step."""
+        """The state before the first step, for the `lengths` i32 [B, S] of rows."""
         return State(self.inner.init(lengths.shape[0]), lengths)
 
     def init(self, batch: int, source: SourceIds | None = None) -> State:
-        """Empty rows; see `start`."""
+        """The state for answers without rows; `start` takes lengths."""
         return self.start(jnp.zeros((batch, self.most_queries), jnp.int32))
 
     def query(self, state: State) -> tuple[State, Query]:
-        """That of the inner strategy."""
+        """The query of the inner strategy."""
         inner, query = self.inner.query(state.inner)
         return State(inner, state.lengths), query
 
     def advance(self, state: State, next_tokens: Array) -> State:
-        """Puts eos where a row is to end, and another token where the model would end it."""
+        """Writes eos at the given length of a row, and another token where the model would end the row."""
         forced = ended(self.inner, state.inner, next_tokens, state.lengths)
         return State(self.inner.advance(state.inner, forced), state.lengths)
 
     def done(self, state: State) -> Array:
-        """That of the inner strategy."""
+        """Whether each answer of the inner strategy is complete."""
         return self.inner.done(state.inner)
 
     def result(self, state: State) -> Decoded:
-        """That of the inner strategy."""
+        """The result of the inner strategy."""
         return self.inner.result(state.inner)
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """That of the inner strategy."""
+        """The decoder calls of each answer, as the inner strategy counts them."""
         return self.inner.calls(decoded)
 
     def wanted(self, rows: Sequence[int]) -> list[int]:
-        """The lengths [S] of one example whose answer has these rows."""
+        """The lengths [S] for an answer with rows of the lengths `rows`."""
         if isinstance(self.inner, Sequential):
             return [sequential_steps(rows) - 1]
         return [*rows, *[0] * (self.most_queries - len(rows))]
 
     def steps(self, rows: Sequence[int]) -> int:
-        """Decoder steps that such an answer takes."""
+        """The decoder steps of an answer with rows of the lengths `rows`."""
         if isinstance(self.inner, Sequential):
             return sequential_steps(rows)
         grid = {"delay": self.inner.delay, "sub_max": self.inner.sub_max, "time_max": self.inner.time_max}
@@ -114,7 +114,7 @@ class Decoder:
     """Encodes and decodes with one forced strategy; compiles on the first use of a shape."""
 
     def __init__(self, model: Module, ready: Ready, strategy: Forced, *, backend: Backend) -> None:
-        """Nothing compiles yet."""
+        """Prepares the programs; each compiles when it is first used."""
         self.model, self.ready, self.strategy, self.backend = model, ready, strategy, backend
         self._encode = jax.jit(partial(programs.encode_batch, model, backend=backend))
         self._begin = jax.jit(self._begun)
@@ -133,15 +133,15 @@ class Decoder:
         )
 
     def encode(self, source: np.ndarray, lengths: np.ndarray) -> Memory:
-        """The memory of padded sources i32 [B, L], once it is there."""
+        """Encodes padded sources i32 [B, L], and returns their memory when it is complete."""
         with precision(self.model.dtype):
             return jax.block_until_ready(self._encode(self.ready.encoding, source, lengths))
 
     def decode(self, memory: Memory, rows: Sequence[Sequence[int]]) -> Decoded:
-        """Answers with rows of these lengths, one list an example.
+        """Decodes answers with rows of given lengths, one list of lengths for each example.
 
         Raises:
-          AssertionError: it decoded something else.
+          AssertionError: the answers have other lengths, or took other numbers of steps.
         """
         lengths = np.asarray([self.strategy.wanted(r) for r in rows], np.int32)
         weights = self.ready.decoding
@@ -152,6 +152,6 @@ class Decoder:
                 programs.schedule(self.strategy, len(rows)),
             )
         decoded: Decoded = jax.device_get(found.decoded)
-        assert decoded.steps.tolist() == [self.strategy.steps(r) for r in rows], "steps are not those of the rows"
-        assert (decoded.lengths == lengths).all(), "rows have not the lengths that were asked for"
+        assert decoded.steps.tolist() == [self.strategy.steps(r) for r in rows], "the steps do not fit the rows"
+        assert (decoded.lengths == lengths).all(), "the rows do not have the given lengths"
         return decoded

@@ -1,4 +1,4 @@
-"""One measuring run on an NVIDIA GPU, in 280 seconds.
+"""Runs all measurements on an NVIDIA GPU in 280 seconds.
 
     lab/benchmarks/gpu.sh [--rehearse] [--parts NAME,...] [--seconds N] [FOLDER]
 
@@ -8,10 +8,10 @@ in the order of `PARTS` gets it. A quiet part, whose times depend on the host, w
 for half of the time. A part that has used its seconds on the device, or that still runs when the time is over, is
 ended, and the summary reports it.
 
-FOLDER is $OUT, or runs/gpu. FOLDER/summary.json is written again after each result, and
+FOLDER is $OUT by default, or runs/gpu. FOLDER/summary.json is written again after each result, and
 `python -m lab.benchmarks.gpu_tables FOLDER/summary.json` makes the tables of docs/gpu.md from it. --rehearse runs the
-same on a CPU with tiny sizes; its figures mean nothing. Exits with 1 if a part failed or was cut off, with 2 if there
-is no GPU. Standard library only.
+same parts on a CPU with tiny sizes; its figures mean nothing. The exit status is 1 if a part failed or was cut off, and
+2 if there is no GPU. The program needs only the standard library.
 """
 
 import argparse
@@ -40,10 +40,10 @@ NO_GPU = 3  # exit code of a part that found no GPU
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a process measures."""
+    """A part of the run: the measurements of one process."""
 
     name: str
-    seconds: float  # the most that it may use the device
+    seconds: float  # the longest time for which it may use the device
     about: str
     quiet: bool = False  # whether its times depend on the host, so that it waits for the compilers
 
@@ -70,11 +70,11 @@ class Case(NamedTuple):
 
     name: str
     compile: Callable[[], Callable[[], Result | list[Result]]]
-    timed: bool = True  # whether it needs the device for itself
+    timed: bool = True  # whether it needs the device alone
 
 
 class Channel:
-    """The connection of a part with the run. Without it, messages are printed, and parts do not wait for the device."""
+    """The connection of a part to the run. Without one, messages are printed, and parts do not wait for the device."""
 
     def __init__(self, number: int | None) -> None:
         """`number`: the number of the file descriptor; None: there is no connection."""
@@ -142,7 +142,7 @@ class Running:
     def begin_turn(self, others: int) -> None:
         """Lets the part measure. `others`: the number of other parts that compile."""
         self.asks, self.since = False, time.time()
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             self.connection.send_bytes(str(others).encode())
 
     @property

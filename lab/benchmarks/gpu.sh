@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# One measuring run on an NVIDIA GPU, in 280 seconds: lab/benchmarks/gpu.sh [--rehearse] [FOLDER]
+# Runs all measurements on an NVIDIA GPU in 280 seconds: lab/benchmarks/gpu.sh [--rehearse] [FOLDER]
 #
-# It needs a Python with JAX, and no network: what `make gpu-wheels` has collected in build/gpu-wheels is brought along.
-# PYTHON names the Python; else it is .venv's if that has JAX for CUDA, or python3. With --rehearse everything runs on the CPU
-# with .venv, which is made if there is none. lab/benchmarks/gpu.py says what is run.
+# The script needs a Python with JAX, and no network: it installs the wheels that `make gpu-wheels` has collected in
+# build/gpu-wheels. The variable PYTHON names the Python; without it the script uses .venv if JAX for CUDA is installed
+# there, and python3 otherwise. With --rehearse everything runs on the CPU with .venv, which is created if it is missing.
+# lab/benchmarks/gpu.py lists the measurements.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

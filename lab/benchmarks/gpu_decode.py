@@ -1,4 +1,4 @@
-"""Decoding on a GPU, as milliseconds of a step and fixed milliseconds: parts of `lab.benchmarks.gpu`."""
+"""Parts of `lab.benchmarks.gpu` that measure decoding: the time of a step, and the time that steps do not change."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ LOOPS = configurations.GRAPH[configurations.COMMAND_BUFFERS]  # what XLA puts in
 
 
 class Decodes:
-    """A T5 with random weights and one encoded source, for decodes in which no answer ends."""
+    """A T5 with random weights and one encoded source, for decodes whose answers have no end."""
 
     def __init__(self, rehearse: bool) -> None:
         """Draws the weights and encodes the source."""
@@ -50,11 +50,11 @@ class Decodes:
         self.weights, self.tokens = ready.decoding, dict[int, Array]()
 
     def strategy(self, queries: int, steps: int = 64) -> Any:
-        """A strategy whose answers have no end, with that many rows."""
+        """A strategy whose answers have no end; `queries` is the number of rows."""
         return Sequential(steps, eos=10**6) if queries == 1 else Pipelined(1, steps, queries, eos=10**6)
 
     def case(self, name: str, backend: Backend, queries: int, steps: int, **options: Any) -> Case:
-        """A case of `compile`."""
+        """A case that calls `compile` with these arguments."""
         iteration = f"{steps} {'step' if steps == 1 else 'steps'} in an iteration"
         queries_ = f"{queries} {'query' if queries == 1 else 'queries'}"
         label = f"{name}, {queries_}, {iteration}"

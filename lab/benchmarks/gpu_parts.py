@@ -1,4 +1,4 @@
-"""What the parts of `lab.benchmarks.gpu` compile and measure; each is a process.
+"""The parts of `lab.benchmarks.gpu`: what each process compiles and measures.
 
     python -m lab.benchmarks.gpu_parts NAME [--rehearse]
 
@@ -41,7 +41,7 @@ VERSIONS = ("jax", "jaxlib", "flax", "numpy", "torch", "triton", "transformers")
 
 
 class Skipped(Exception):
-    """A part that cannot run here."""
+    """Raised by a part that cannot run on this machine."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             channel.send(skipped=str(error), code=0)
             return 0
         code = measure(cases, channel)
-        channel.send(code=code)  # libraries may need long to end the process
+        channel.send(code=code)  # sent before the end, since libraries may take long to end the process
         return code
 
 
@@ -123,7 +123,7 @@ def config_of(model: str, rehearse: bool, *overrides: str, source: int = 0) -> C
 
 
 def training(model: str, rehearse: bool, *overrides: str, source: int = 0, again: bool = False) -> list[Case]:
-    """A training step; `again`: whether its compilation from the cache is measured, too."""
+    """A training step; `again`: whether compilation from the cache is measured, too."""
     config, first = config_of(model, rehearse, *overrides, source=source), jax.devices()[0]
 
     def compiling(config: Config) -> tuple[Any, Result]:
@@ -230,7 +230,7 @@ def agreements(rehearse: bool) -> list[Case]:
 
 
 def tried(module: str, *arguments: int) -> Result:
-    """The verdict on kernels, and the seconds of the trial; `arguments` are those of the module's `disagreement`."""
+    """The verdict on kernels, and the seconds of the trial; `arguments` are passed to the module's `disagreement`."""
     begun = time.perf_counter()
     found = child_trials.run_in_child(f"pipejax.kernels.{module}:disagreement", arguments)
     agrees = found.choice == child_trials.OWN if found.lasts else None

@@ -2,8 +2,8 @@
 
     python -m lab.benchmarks.gpu_tables runs/gpu/summary.json
 
-The summary becomes `RESULTS`, from which the page is built, and its tables are printed. A rehearsal on a CPU, or a run
-on another device than a GPU, is refused. Standard library only.
+The summary is copied to `RESULTS`, from which the page is built, and its tables are printed. Rehearsals on a CPU, and
+runs on devices other than GPUs, are refused. The program needs only the standard library.
 """
 
 import json
@@ -32,7 +32,7 @@ class Table(NamedTuple):
 
     title: str
     parts: tuple[str, ...]
-    has: str  # the key of a figure that its results have
+    has: str  # the key of a figure that all of its results have
     first: str  # the head of the first column, which has the names of the results
     columns: tuple[Column, ...]
 
@@ -46,8 +46,8 @@ STEPS = ("train", "large", "long", "auto", "transformers")
 DECODES = ("decode", "launch", "graph")
 TABLES = (
     Table(
-        "A training step in bfloat16 with dropout. The model's own operations count as the share of the peak, not "
-        "those that are computed again",
+        "A training step in bfloat16 with dropout. The share of the peak counts the model's own operations, and not "
+        "the operations that are computed again",
         STEPS,
         "compile_s",
         "setting",
@@ -63,7 +63,7 @@ TABLES = (
         ),
     ),
     Table(
-        "Errors of attention beside float32: the norm of the difference, divided by the norm",
+        "Errors of attention compared with float32: the norm of the difference, divided by the norm",
         ("attention",),
         "xla_error",
         "attention",
@@ -86,8 +86,8 @@ TABLES = (
     ),
     Table(
         "Decoding of one source of 512 tokens by T5-Base in bfloat16. A decode takes its fixed time and the time of "
-        "its steps. Equal tokens are those of the first line with as many queries; a loop of the host is outside the "
-        "CUDA graphs. The profiler measures the time in kernels",
+        "its steps. Tokens are compared with the first line that has as many queries. A loop of the host is outside "
+        "the CUDA graphs. The profiler measures the time in kernels",
         DECODES,
         "step_s",
         "decoder",
@@ -121,7 +121,7 @@ TABLES = (
 
 
 def short(summary: dict[str, Any]) -> list[str]:
-    """One line for each part: how it ended."""
+    """One line for each part, with its status."""
     lines = [f"installed from wheels: {name}" for name in summary["wheels"]["installed"]]
     lines += [f"not installed: {failure}" for failure in summary["wheels"]["failures"]]
     for part in summary["parts"]:
@@ -150,7 +150,7 @@ def device_of(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(summary: dict[str, Any] | None) -> list[str]:
-    """The lines of the section in Markdown; None: there are no results."""
+    """The lines of the section in Markdown. `summary`: None if there are no results."""
     if summary is None:
         return ["This table has not been measured on a GPU yet."]
     lines, parts = [where(summary)], {part["name"]: part for part in summary["parts"]}
@@ -173,7 +173,7 @@ def results(parts: dict[str, dict[str, Any]], name: str) -> list[dict[str, Any]]
 
 
 def table(which: Table, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """In Markdown; columns without a figure are left out, and times that compilers disturbed have an asterisk."""
+    """A table in Markdown. Columns without a figure are left out; times that compilers disturbed have an asterisk."""
     columns = [column for column in which.columns if any(r.get(column.key) is not None for r in rows)]
 
     def cell(column: Column, value: Any) -> str:
@@ -191,7 +191,7 @@ def table(which: Table, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def kernels(result: dict[str, Any]) -> list[str]:
-    """The kernels that take most of a call."""
+    """A table of the kernels that take most of the time of a call."""
     found = result["profile"]
     title = f"{result['name']}: {1e3 * found['seconds']:.2f} ms, {found['kernels']:,} kernels that take "
     lines = ["", f"{title}{1e3 * found['busy_s']:.2f} ms:", "", "| kernel | starts | ms |", "| --- | --: | --: |"]
@@ -200,7 +200,7 @@ def kernels(result: dict[str, Any]) -> list[str]:
 
 
 def notes(parts: Iterable[dict[str, Any]]) -> list[str]:
-    """One line for each part that failed, was cut off or was skipped."""
+    """One line for each part that failed, was cut off, or was skipped."""
     lines = []
     for part in parts:
         lines += [f"- {part['about']}, {r['name']}: `{plain(r['error'])}`." for r in part["results"] if "error" in r]

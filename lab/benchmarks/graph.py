@@ -1,9 +1,9 @@
-"""A decoding step of T5 that is written by hand in PyTorch and captured in a CUDA graph: the peer to beat on a GPU.
+"""A decoding step of T5, written by hand in PyTorch and captured in a CUDA graph: the fastest peer on a GPU.
 
-One example of T5 v1.0. A step embeds its queries, writes their keys and values into the cache, attends with PyTorch's
-fused kernel, and takes the likeliest tokens, which are the next step's queries. The host replays the steps of an answer
-without waiting, so they are timed together. There is no encoder, no end of an answer and no choice of rows. Without a
-GPU the same step is called, and not captured.
+The step decodes one example with T5 v1.0. It embeds its queries, writes their keys and values into the cache, attends
+with PyTorch's fused kernel, and takes the most likely tokens, which are the queries of the next step. The host replays
+the steps of an answer without waiting, so they are timed together. The step does not encode, end an answer or choose
+rows. Without a GPU the step is called without a CUDA graph.
 """
 
 import time
@@ -16,7 +16,7 @@ from pipejax.config import T5Config
 
 
 def measured(step: "Step", steps: int, rounds: int = 5) -> float:
-    """Seconds of a step: of the fastest of some answers."""
+    """The seconds of a step in the fastest of `rounds` answers."""
     call, times = step.captured(), []
     for _ in range(rounds):
         step.begin()
@@ -44,7 +44,7 @@ class Step:
         dtype: str = "bfloat16",
         seed: int = 0,
     ) -> None:
-        """Of random encoded tokens [source, D] (`memory`)."""
+        """Puts the weights on the device. `memory`: random encoded tokens [source, D]."""
         import torch
 
         assert config.feed_forward == "relu" and config.tied_head, "T5 v1.0"
@@ -79,19 +79,19 @@ class Step:
         back, exact = np.arange(slots + 1), buckets // 2
         far = exact + (np.log(np.maximum(back, 1) / exact) / np.log(longest / exact) * (buckets - exact)).astype(int)
         bucket = np.where(back < exact, back, np.minimum(far, buckets - 1))
-        bias = np.asarray(decoder["relative_bias"]["embedding"])[bucket].T  # [H, slots + 1], by distance
+        bias = np.asarray(decoder["relative_bias"]["embedding"])[bucket].T  # [H, slots + 1]: the bias of each distance
         self.bias = torch.tensor(bias).to(device, self.table.dtype)
         self.places = torch.arange(slots, device=device)
-        self.start = torch.zeros((), dtype=torch.long, device=device)  # steps made
+        self.start = torch.zeros((), dtype=torch.long, device=device)  # the number of steps so far
         self.tokens = torch.zeros(queries, dtype=torch.long, device=device)
         self.logits: Any = None
 
     def heads(self, x: Any) -> Any:
-        """[H, N, K] of [N, H K]."""
+        """Splits [N, H K] into heads [H, N, K]."""
         return x.view(len(x), self.config.num_heads, self.config.d_kv).transpose(0, 1)
 
     def normed(self, x: Any, scale: Any) -> Any:
-        """By the root of the mean square."""
+        """Divides by the root of the mean square, and multiplies by `scale`."""
         return self.torch.nn.functional.rms_norm(x, x.shape[-1:], scale, self.config.layer_norm_epsilon)
 
     def attend(self, queries: Any, keys: Any, values: Any, bias: Any, output: Any) -> Any:
@@ -102,12 +102,12 @@ class Step:
         return found[0].transpose(0, 1).reshape(queries.shape[1], -1) @ output
 
     def begin(self) -> None:
-        """Back to an empty cache."""
+        """Empties the cache."""
         self.start.zero_()
         self.tokens.zero_()
 
     def __call__(self) -> None:
-        """One step: the queries are slots of one time, and see those of earlier times and each other's rows above."""
+        """Makes a step. Its queries are slots of one time; they see earlier times, and the rows above at this time."""
         torch, count = self.torch, self.queries
         rows = torch.arange(count, device=self.device)
         own = self.start * count + rows
@@ -133,13 +133,13 @@ class Step:
         self.start.add_(1)
 
     def captured(self) -> Callable[[], None]:
-        """A call that makes a step: the graph's, where there is a GPU."""
+        """A function that makes a step; on a GPU it replays the CUDA graph."""
         torch = self.torch
         with torch.no_grad():
             if self.device != "cuda":
                 return torch.no_grad()(self.__call__)
             aside = torch.cuda.Stream()
-            with torch.cuda.stream(aside):  # as capturing asks for
+            with torch.cuda.stream(aside):  # capturing requires calls on a side stream
                 for _ in range(3):
                     self()
             torch.cuda.current_stream().wait_stream(aside)
@@ -149,6 +149,6 @@ class Step:
         return graph.replay
 
     def wait(self) -> None:
-        """Until the device has done all."""
+        """Waits until the device has finished."""
         if self.device == "cuda":
             self.torch.cuda.synchronize()

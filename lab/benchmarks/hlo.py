@@ -1,11 +1,11 @@
-"""Compiled programs as XLA prints them: what runs in each loop, and how much it reads and writes.
+"""Reads compiled programs as XLA prints them: the kernels of each loop, and the bytes that they read and write.
 
-A kernel is an instruction that a device has to start: a fusion, a product, a copy, a custom call. What only renames a
-buffer (a tuple, a bitcast) is none.
+A kernel is an instruction that a device has to start: a fusion, a product, a copy, a custom call. An instruction that
+only renames a buffer (a tuple, a bitcast) is no kernel.
 
-Bytes are those of the device's main memory. An array that one of pipejax's kernels for GPUs returns in the memory of an
-operand counts once, as the operand. A TPU's compiler fetches buffers into memory on the chip before they are
-used, and says so in their layouts, S(1): what lies there costs nothing to read.
+Only bytes of the device's main memory count. An array that one of pipejax's kernels for GPUs returns in the memory of
+an operand counts once, as the operand. The compiler for TPUs moves buffers into memory on the chip before they are
+used, and marks their layouts with S(1): reading such a buffer counts no bytes.
 """
 
 import math
@@ -36,7 +36,7 @@ class Instruction(NamedTuple):
     """A line of a computation."""
 
     name: str
-    shape: str  # of the result, as text
+    shape: str  # shape of the result, as text
     kind: str  # such as "fusion"
     operands: tuple[str, ...]
     calls: tuple[str, ...]  # the computations that it runs
@@ -55,7 +55,7 @@ class Program:
     """The computations of a compiled program by name."""
 
     def __init__(self, text: str) -> None:
-        """`text`: what `as_text` of a compiled program gives."""
+        """Parses `text`, the result of a compiled program's `as_text`."""
         self.computations: dict[str, list[Instruction]] = {}
         self.entry, current = "", None
         for line in text.splitlines():
@@ -68,12 +68,12 @@ class Program:
                 current.append(_instruction(found, line))
 
     def every(self) -> Iterator[Instruction]:
-        """All instructions, those inside fusions too."""
+        """Yields all instructions, including instructions inside fusions."""
         for instructions in self.computations.values():
             yield from instructions
 
     def loops(self, least: int = 16) -> list[str]:
-        """The bodies of the innermost loops that start so many kernels at least, in the order in which they run."""
+        """The bodies of the innermost loops with at least `least` kernels, in the order in which they run."""
         found: list[str] = []
 
         def visit(computation: str) -> bool:
@@ -92,11 +92,11 @@ class Program:
         return list(dict.fromkeys(found))
 
     def kernels(self, computation: str) -> Counter[str]:
-        """How many kernels of each kind one run of a computation starts, loops inside it left out."""
+        """The number of kernels of each kind that one run of a computation starts, without the loops inside it."""
         return Counter(self.kind(one) for one in self.computations.get(computation, ()) if one.kind not in FREE)
 
     def kind(self, one: Instruction) -> str:
-        """A word for a kernel: product, reduction, elementwise, copy, collective, prefetch, or its own name."""
+        """The kind of a kernel: product, reduction, elementwise, copy, collective, prefetch, or the kernel's name."""
         if one.kind.removesuffix("-start") in COLLECTIVES:
             return "collective"
         if one.kind in PREFETCHES:
@@ -118,9 +118,9 @@ class Program:
         return "reduction" if inside & {"reduce", "reduce-window"} else "elementwise"
 
     def bytes(self, computation: str) -> int:
-        """Bytes of main memory that its kernels read and write.
+        """The bytes of main memory that the kernels of a computation read and write.
 
-        Of a buffer that is sliced or updated in place only the part that moves counts, and what is fetched ahead once.
+        If a buffer is sliced or updated in place, only the part that moves counts. A prefetched buffer counts once.
         """
         return sum(start.bytes for start in self._starts(computation, 1))
 
@@ -134,9 +134,10 @@ class Program:
                 yield Start(one, times, self._read(one, inside, sizes) + self._written(one, inside))
 
     def starts(self, computation: str = "", times: int = 1) -> Iterator[Start]:
-        """The kernels of a whole run of a computation ("": the program), in the order of their first starts.
+        """Yields the kernels of a whole run of a computation ("": the program), in the order of their first starts.
 
-        A loop runs as often as the compiler knows, or once; of a branch, the side that moves the most bytes runs.
+        A loop runs as often as the compiler knows, or once. Of a conditional, the branch that moves the most bytes
+        counts.
         """
         computation = computation or self.entry
         own = {start.kernel.name: start for start in self._starts(computation, times)}
@@ -149,11 +150,11 @@ class Program:
                 yield from self.starts(most, times * int(turns[1] if turns else 1))
 
     def moved(self, computation: str = "") -> int:
-        """Bytes of a whole run of a computation ("": the program)."""
+        """The bytes that a whole run of a computation ("": the program) moves."""
         return sum(start.times * start.bytes for start in self.starts(computation))
 
     def buffers(self, computation: str = "") -> Iterator[str]:
-        """The shapes of all that lies in memory, as text: what a fusion makes inside itself does not."""
+        """Yields the shapes of all buffers in memory, as text; values inside a fusion have no buffers."""
         for one in self.computations[computation or self.entry]:
             yield one.shape
             if one.kind in ("while", "conditional", "call"):
@@ -186,22 +187,22 @@ class Program:
         return max(written, 0)
 
     def returned(self) -> int:
-        """Arrays of the result."""
+        """The number of arrays in the result."""
         roots = [one for one in self.computations.get(self.entry, ()) if one.text.lstrip().startswith("ROOT")]
         return sum(1 for one in roots for _ in dimensions(one.shape))
 
     def copied(self) -> int:
-        """Bytes of the arrays that the program only copies, outside of loops."""
+        """The bytes of arrays that the program copies without a change, outside of loops."""
         return sum(size(one.shape) for one in self.computations.get(self.entry, ()) if self._copies(one))
 
     def largest(self, kind: str) -> int:
-        """Elements of the largest operand of the instructions of that kind anywhere; 0 without one."""
+        """The elements of the largest operand of any instruction of a kind; 0 if there is no such instruction."""
         sizes = {one.name: elements(one.shape) for one in self.every()}
         found = [one for one in self.every() if one.kind == kind]
         return max((max([elements(one.shape), *(sizes.get(n, 0) for n in one.operands)]) for one in found), default=0)
 
     def largest_copy(self, computation: str) -> int:
-        """Elements of the largest array that a computation only copies; 0 without one."""
+        """The elements of the largest array that a computation copies without a change; 0 if it copies none."""
         copies = (one for one in self.computations.get(computation, ()) if self._copies(one))
         return max((elements(array[0]) for one in copies for array in _SHAPE.finditer(one.shape)), default=0)
 
@@ -211,7 +212,7 @@ class Program:
         return one.kind == "copy" or (one.kind == "copy-start" and _fetched(one)[1] > 0)
 
     def host_transfers(self) -> int:
-        """Instructions that make a device wait for its host, or the other way round."""
+        """The number of instructions at which a device waits for its host, or the host for the device."""
         return sum(
             one.kind.removesuffix("-done") in HOST
             or (one.kind == "custom-call" and bool(re.search(r"callback|MoveToHost|MoveToDevice", one.text)))
@@ -220,7 +221,7 @@ class Program:
 
 
 def _used(name: str, inside: list[Instruction]) -> int:
-    """Bytes that a fused computation reads of one of its buffers."""
+    """The bytes that a fused computation reads from one of its buffers."""
     total = 0
     for user in (x for x in inside if name in x.operands):
         if user.kind in ("dynamic-slice", "slice", "gather"):
@@ -233,18 +234,18 @@ def _used(name: str, inside: list[Instruction]) -> int:
 
 
 def dimensions(shape: str) -> Iterator[tuple[int, ...]]:
-    """Those of each array of a shape."""
+    """Yields the dimensions of each array of a shape."""
     for _, dims, _ in _SHAPE.findall(shape):
         yield tuple(int(n) for n in dims.split(",") if n)
 
 
 def elements(shape: str) -> int:
-    """Elements of all arrays of a shape, such as "bf16[2,3]{1,0}" or a tuple of such."""
+    """The elements of all arrays of a shape, such as "bf16[2,3]{1,0}" or a tuple of these."""
     return sum(math.prod(int(n) for n in dims.split(",") if n) for _, dims, _ in _SHAPE.findall(shape))
 
 
 def size(shape: str) -> int:
-    """Bytes of main memory of all arrays of a shape."""
+    """The bytes of main memory that all arrays of a shape take."""
     return sum(_parts(shape))
 
 
@@ -253,7 +254,7 @@ def _parts(shape: str) -> list[int]:
 
 
 def _arrays(shape: str) -> list[tuple[int, bool]]:
-    """Bits of each array of a shape, and whether it lies on the chip."""
+    """The bits of each array of a shape, and whether the array is in memory on the chip."""
     found = []
     for dtype, dims, layout in _SHAPE.findall(shape):
         bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype.partition("e")[0]) or 8)
@@ -263,7 +264,7 @@ def _arrays(shape: str) -> list[tuple[int, bool]]:
 
 
 def _fetched(one: Instruction) -> tuple[int, int]:
-    """Bytes of main memory that a prefetch reads and writes: its result holds the new buffer and the whole old one."""
+    """The bytes of main memory that a prefetch reads and writes; its result has the new and the whole old buffer."""
     first, second, *_ = _arrays(one.shape)
     (bits, to_chip), (_, from_chip) = (first, second) if one.kind == "copy-start" else (second, first)
     return bits // 8 * (not from_chip), bits // 8 * (not to_chip)

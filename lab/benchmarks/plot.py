@@ -1,9 +1,9 @@
-"""A picture of what lab.benchmarks.decode wrote: encoder and decoding of each system, the fastest first.
+"""Draws the results of lab.benchmarks.decode: the times of encoder and decoding of each system, the fastest first.
 
     python -m lab.benchmarks.plot RESULTS.json --patterns 8x14 --batch 1 --output speed.svg
     python -m lab.benchmarks.plot SEQUENTIAL.json PIPELINED.json --output quality.svg
 
-The second draws what lab.experiments.rounding wrote for trained models of one task: score against milliseconds.
+The second command draws the results of lab.experiments.rounding for trained models: score over milliseconds.
 """
 
 import json
@@ -42,9 +42,13 @@ NAMES = {
     "llama-fp32": "llama.cpp",
     "llama-int8": "llama.cpp Q8_0",
 }
-MARKERS = {"float32": ("o", 8), "bfloat16": ("s", -14), "int8": ("^", 8)}  # and how far above it its name stands
-PANELS = 2  # beside each other
-LONGEST = 4.0  # medians of a panel; longer bars are cut
+MARKERS = {
+    "float32": ("o", 8),
+    "bfloat16": ("s", -14),
+    "int8": ("^", 8),
+}  # and the distance of the label above the marker
+PANELS = 2  # panels in a row
+LONGEST = 4.0  # longest bar, in medians of a panel; longer bars are cut
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
         "results",
         nargs="+",
         metavar="RESULTS.json",
-        help="what `lab.benchmarks.decode --json` or lab.experiments.rounding wrote",
+        help="results of `lab.benchmarks.decode --json` or lab.experiments.rounding",
     )
-    parser.add_argument("--patterns", default="", metavar="NxM,...", help="only these answers, in this order")
-    parser.add_argument("--batch", type=int, default=0, metavar="B", help="only those of batches of B")
+    parser.add_argument("--patterns", default="", metavar="NxM,...", help="draw only these answers, in this order")
+    parser.add_argument("--batch", type=int, default=0, metavar="B", help="draw only results of batches of B examples")
     parser.add_argument("--output", required=True, metavar="FILE", help=".svg, .png or .pdf")
     flags = parser.parse_args(argv)
     cli.check_output_file("--output", flags.output)
@@ -65,14 +69,14 @@ def main(argv: Sequence[str]) -> int:
     if all("score" in result for each in found for result in each["results"]):
         draw_quality([result for each in found for result in each["results"]], flags.output)
     elif len(found) > 1:
-        raise UserError(flags.results[1], found="a second file", expected="one of lab.benchmarks.decode alone")
+        raise UserError(flags.results[1], found="a second file", expected="one file of lab.benchmarks.decode")
     else:
         draw(chosen(found[0]["results"], flags.patterns, flags.batch), title(found[0]), flags.output)
     return 0
 
 
 def read(path: str) -> dict[str, Any]:
-    """Results, with what they were measured on."""
+    """Reads the results of a file, with the machine on which they were measured."""
     try:
         found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not all(isinstance(result, dict) for result in found["results"]):
@@ -80,26 +84,26 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(path, f"cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(path, "not what lab.benchmarks.decode or lab.experiments.rounding writes") from error
+        raise UserError(path, "not a file that lab.benchmarks.decode or lab.experiments.rounding writes") from error
     return found
 
 
 def title(found: dict[str, Any]) -> str:
-    """The model and the machine."""
+    """The title of the picture: the model and the machine."""
     about, source = found.get("machine", {}), found.get("source")
     size = found.get("model", "?").capitalize() + (f", {source} source tokens" if source else "")
     return f"T5-{size}, {about.get('threads')} threads of {about.get('processor')}"
 
 
 def in_words(pattern: str, batch: int) -> str:
-    """A pattern of rows and tokens as a heading: "8x14u" is "8 rows of 14 tokens, one half as long again"."""
+    """The heading for a pattern of rows and tokens: "8x14u" is "8 rows of 14 tokens, one of them 1.5 times as long"."""
     rows, _, tokens = pattern.removesuffix("u").partition("x")
-    more = ", one half as long again" if pattern.endswith("u") else ""
+    more = ", one of them 1.5 times as long" if pattern.endswith("u") else ""
     return f"{rows} rows of {tokens} tokens{more}" + (f", {batch} documents at a time" if batch > 1 else "")
 
 
 def chosen(results: list[dict[str, Any]], patterns: str, batch: int) -> list[dict[str, Any]]:
-    """The results of these answers, and of this batch unless it is 0; raises a UserError if there are none."""
+    """The results for these answers, and for this batch unless it is 0; raises a UserError if there are none."""
     wanted = [text for text in patterns.split(",") if text] or list(dict.fromkeys(r["pattern"] for r in results))
     found = [r for text in wanted for r in results if r["pattern"] == text and batch in (0, r.get("batch", 1))]
     if not found:
@@ -108,12 +112,12 @@ def chosen(results: list[dict[str, Any]], patterns: str, batch: int) -> list[dic
 
 
 def seconds(result: dict[str, Any]) -> float:
-    """Of a whole answer."""
+    """The seconds of a whole answer."""
     return float(result["encode_s"] + result["decode_s"])
 
 
 def fastest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each system with those of its weights that make it fastest, the fastest system first."""
+    """The results of each system with its fastest weights, the fastest system first."""
     kept: dict[str, dict[str, Any]] = {}
     for result in sorted(results, key=seconds):
         kept.setdefault(re.sub("-(int8|fp32|bf16|packed)", "", result["system"]), result)
@@ -121,7 +125,7 @@ def fastest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
-    """One panel an answer and batch, each with its own scale: seconds of each system, ours in green."""
+    """Draws one panel for each answer and batch, each with its own scale: seconds of each system, ours in green."""
     pyplot = opened()
     panels = list(dict.fromkeys((r["pattern"], r.get("batch", 1)) for r in results))
     parts = [fastest([r for r in results if (r["pattern"], r.get("batch", 1)) == panel]) for panel in panels]
@@ -161,7 +165,7 @@ def draw(results: list[dict[str, Any]], heading: str, path: str) -> None:
 
 
 def draw_break(panel: Any, place: float, longest: float) -> None:
-    """Two slanted gaps in a bar that is `longest`, near its end."""
+    """Draws two slanted gaps near the end of a bar of the length `longest`."""
     width, slant, top = 0.008 * longest, 0.012 * longest, 0.35  # half of the height
     for x in (0.93 * longest, 0.955 * longest):
         corners = [x, x + width, x + width + slant, x + slant], [place - top, place - top, place + top, place + top]
@@ -169,7 +173,7 @@ def draw_break(panel: Any, place: float, longest: float) -> None:
 
 
 def draw_quality(results: list[dict[str, Any]], path: str) -> None:
-    """Score against milliseconds of a document: a point for each decoder and kind of weights, a colour a decoder."""
+    """Draws scores over milliseconds of a document, with a point for each decoder and kind of weights."""
     pyplot = opened()
     figure, axes = pyplot.subplots(figsize=(6.2, 3.4))
     decoders = list(dict.fromkeys(r["strategy"] for r in results))
@@ -187,7 +191,7 @@ def draw_quality(results: list[dict[str, Any]], path: str) -> None:
     marks = [x for x in np.outer(digits, (1, 2, 5)).ravel() if least / 1.5 <= x <= most * 1.5]
     axes.set_xticks(marks, [f"{x:g}" for x in marks])
     axes.minorticks_off()
-    axes.set_ylim(0, 1.25 * max(r["score"] for r in results) or 1)  # from zero: small differences look small
+    axes.set_ylim(0, 1.25 * max(r["score"] for r in results) or 1)  # from zero, so that small differences look small
     axes.set_xlabel("milliseconds a document", fontsize=9)
     axes.set_ylabel(results[0]["metric"].replace("_", " ").replace("f1", "F1"), fontsize=9)
     axes.tick_params(labelsize=8)
@@ -199,7 +203,7 @@ def draw_quality(results: list[dict[str, Any]], path: str) -> None:
 
 
 def opened() -> Any:
-    """matplotlib's pyplot, without a window; the same results give the same file."""
+    """Imports matplotlib's pyplot without a window, with settings by which equal results give equal files."""
     try:
         import matplotlib
     except ImportError as error:
@@ -212,7 +216,7 @@ def opened() -> Any:
 
 
 def write(figure: Any, path: str) -> None:
-    """Without the date of today."""
+    """Writes the figure without the present date."""
     figure.tight_layout()
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.endswith(".svg") else None)
 

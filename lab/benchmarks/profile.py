@@ -1,4 +1,4 @@
-"""The kernels of a call on a device, and the time in which the device waits, from JAX's profiler."""
+"""Reads JAX's profiler: the kernels of a call on a device, and the time in which the device waits."""
 
 import tempfile
 import time
@@ -12,13 +12,13 @@ from jax.profiler import ProfileData
 
 from lab.benchmarks.peers.worker import error_line
 
-GAP = 10e-6  # seconds from which on a gap between kernels is counted
-MOST = 12  # kernels that are named
-LINES = ("Stream", "tf_XLA")  # of a trace: a GPU's kernels, and a CPU's threads, whose figures mean little
+GAP = 10e-6  # seconds; longer gaps between kernels are counted
+MOST = 12  # most kernels that are named
+LINES = ("Stream", "tf_XLA")  # lines of a trace: a GPU's kernels, and a CPU's threads, whose figures mean little
 
 
 def least(call: Callable[[], Any], rounds: int = 7) -> float:
-    """The seconds of the fastest of some calls, after one that is not counted."""
+    """The seconds of the fastest of `rounds` calls, after one call that is not counted."""
     times = []
     for _ in range(rounds + 1):
         begun = time.perf_counter()
@@ -28,15 +28,15 @@ def least(call: Callable[[], Any], rounds: int = 7) -> float:
 
 
 def try_profile(call: Callable[[], Any]) -> dict[str, Any]:
-    """Returns what `profiled` finds as "profile", or as "no_profile" why the profiler does not work here."""
+    """Returns the result of `profiled` as "profile", or the reason why the profiler fails as "no_profile"."""
     try:
         return {"profile": profiled(call)}
-    except Exception as error:  # of CUDA's profiling library, for example without the right to use it
+    except Exception as error:  # errors of CUDA's profiling library, for example without the permission to use it
         return {"no_profile": error_line(error)}
 
 
 def profiled(call: Callable[[], Any]) -> dict[str, Any]:
-    """The seconds of a call that has been made before, those of its kernels, and the kernels that take most.
+    """The seconds of a call that has been made before, the seconds of its kernels, and the slowest kernels.
 
     The call must wait until the device has finished. It is made once without the profiler, which slows the host, and
     once with it. XLA starts each kernel by itself while the profiler runs, without CUDA graphs.
@@ -52,7 +52,7 @@ def profiled(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def events(trace: ProfileData) -> Iterator[tuple[str, float, float]]:
-    """Yields name, begin and end in seconds of each kernel."""
+    """Yields the name, the start and the end in seconds of each kernel."""
     planes = [*trace.planes]
     for plane in [p for p in planes if p.name.startswith("/device:GPU")] or planes:
         for thread in plane.lines:
@@ -62,7 +62,7 @@ def events(trace: ProfileData) -> Iterator[tuple[str, float, float]]:
 
 
 def kernels(given: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
-    """Counts kernels, sums the time in which one runs and the long gaps, and names the kernels that take most."""
+    """Counts kernels, sums the time in which any kernel runs and the long gaps, and names the slowest kernels."""
     found = sorted(given, key=lambda event: event[1])
     busy, until, gaps = 0.0, found[0][1] if found else 0.0, list[float]()
     for _, begin, end in found:

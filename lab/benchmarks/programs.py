@@ -1,18 +1,19 @@
-"""What an accelerator would run, compiled without one: kernels and bytes of each decoding step, memory, trouble.
+"""Compiles programs for absent accelerators, and counts kernels and bytes of each decoding step, memory and problems.
 
     make venv-programs
     python -m lab.benchmarks.programs --targets h100,rtx4090,v5e --model base --json OUT [--dump DIR]
 
-Compiles the encoder and both decoders for each target, batch by batch, with --train training steps too, and counts
-what the compiled text holds. A decoder has a program for each size that its cache grows to. It proves no numbers and no
-speed: kernels are started one after the other, and what a start costs only the device can tell.
+The command compiles the encoder and both decoders for each target and batch, with --train training steps too, and
+counts instructions in the compiled text. A decoder has a program for each size of its cache. The counts show neither
+results nor speed: kernels are started one after the other, and only the device shows the cost of a start.
 
     python -m lab.benchmarks.programs --targets h100,rtx4090 --batches 0 --train paper,long,large,lora
 
-are the steps that have to fit a GPU, without an array of queries by keys; --arrays compiles them with such arrays.
+compiles the steps that must fit in a GPU's memory, without an array of queries by keys; --arrays compiles them with
+such arrays.
 
-For a training step it also counts the kernels that a whole run starts and, for a GPU, the instructions of attention
-(`lab.benchmarks.instructions`). With --trees OLD,. both trees are counted by the same rules:
+For a training step the command also counts the kernels that a whole run starts and, for a GPU, the instructions of
+attention (`lab.benchmarks.instructions`). With --trees OLD,. it counts both trees by the same rules:
 
     python -m lab.benchmarks.programs --targets h100 --batches 0 --train --trees ../old,. --json OUT
 """
@@ -61,26 +62,26 @@ from pipejax.training import step
 from pipejax.training.memory import longest_batch
 
 DTYPES = ("float32", "bfloat16")
-MATTERS = 1_000_000  # elements from which on a sort or a scatter counts as large
-SMALL = 100_000  # bytes below which a kernel costs hardly more than its start
-COPIED = 50_000  # elements from which on a copy in a step is one of a cache
+MATTERS = 1_000_000  # elements; a sort or a scatter of more elements is reported
+SMALL = 100_000  # bytes; a kernel that moves fewer bytes costs hardly more than its start
+COPIED = 50_000  # elements; a copy of more elements in a step is a copy of a cache
 
 
 class Training(NamedTuple):
-    """A training step, and the bytes that it may take on a GPU."""
+    """A training step, and the bytes of a GPU's memory that it may take."""
 
-    model: T5Config | None = None  # None: that of --model
+    model: T5Config | None = None  # None: the T5 of --model
     source: int = 2048
     target: int = 512
     batch: int = 24
     accumulate: int = 4
     lora_rank: int = 0
-    most: float = 80e9  # of all
+    most: float = 80e9  # most bytes in total
     most_temporary: float = 80e9
 
     @property
     def config(self) -> Config:
-        """With the other settings of configs/jsonl.py."""
+        """The config of the step, with configs/jsonl.py for all other settings."""
         train = TrainConfig(batch_size=self.batch, accumulate=self.accumulate, remat="layers", lora_rank=self.lora_rank)
         data = DataConfig(max_source=self.source, max_target=self.target)
         return Config(model=self.model, data=data, train=train, mesh=MeshConfig(data=1))
@@ -89,7 +90,7 @@ class Training(NamedTuple):
 LARGE = SIZES["large"]
 TRAININGS = {
     "paper": Training(most_temporary=4 * 2**30),
-    # 512 tokens are 768 slots, as many as the width of T5-Base: what has both could not be told from attention.
+    # 512 tokens would be 768 slots, which is the width of T5-Base: arrays of width and slots would look like attention.
     "long": Training(SIZES["base"], source=16384, target=640, batch=1, accumulate=1, most=24e9),
     "large": Training(LARGE, source=4096),
     "lora": Training(dataclasses.replace(LARGE, d_kv=128, d_ff=16384, num_heads=32), lora_rank=16),  # T5-3B
@@ -101,11 +102,11 @@ class Case(NamedTuple):
 
     name: str
     compile: Callable[[], jax.stages.Compiled]
-    facts: Callable[[], dict[str, Any]] = dict  # called afterwards
+    facts: Callable[[], dict[str, Any]] = dict  # called after compilation
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles, counts, prints a table, writes JSON; 1 if a program but the encoder's holds what it had better not."""
+    """Compiles, counts, prints a table, and writes JSON; returns 1 if a program but the encoder's has problems."""
     parser = cli.Parser(prog="python -m lab.benchmarks.programs", description=__doc__)
     parser.add_argument("--targets", default="h100", metavar="NAME,...", help=f"of {', '.join(targets.TARGETS)} (h100)")
     parser.add_argument("--model", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
@@ -119,17 +120,17 @@ def main(argv: Sequence[str]) -> int:
         metavar="NAME,...",
         help=f"training steps of {', '.join(TRAININGS)} (paper)",
     )
-    parser.add_argument("--arrays", action="store_true", help="attention keeps its arrays of queries by keys")
-    parser.add_argument("--graph", action="store_true", help="decoders with their loops in a CUDA graph")
-    parser.add_argument("--xla", action="store_true", help="without our own kernels for GPUs")
+    parser.add_argument("--arrays", action="store_true", help="compile attention with arrays of queries by keys")
+    parser.add_argument("--graph", action="store_true", help="compile decoders with their loops in a CUDA graph")
+    parser.add_argument("--xla", action="store_true", help="compile without our own kernels for GPUs")
     parser.add_argument(
         "--trees",
         default=".",
         metavar="DIR,...",
         help="directories of this project, such as an older worktree, whose training steps are compiled (.)",
     )
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
-    parser.add_argument("--dump", metavar="DIR", help="write the text of each program, and its PTX for a GPU, there")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
+    parser.add_argument("--dump", metavar="DIR", help="folder for the text of each program and its PTX for a GPU")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     batches = [int(b) for b in flags.batches.split(",") if b.isdigit()]
@@ -182,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def step_of(name: str, config: T5Config, dtype: str, device: jax.Device, *, arrays: bool) -> Case:
-    """A training step of TRAININGS; `config`: the T5 for steps that name no other one."""
+    """A training step of TRAININGS; `config`: the T5 for steps that do not name one."""
     own = TRAININGS[name]._replace(model=TRAININGS[name].model or config)
     on_gpu = device.platform in ("gpu", "cuda")
     limits = {"most": own.most, "most_temporary": own.most_temporary} if on_gpu else {}
@@ -204,13 +205,13 @@ class Compiled(NamedTuple):
     """A compiled program."""
 
     text: str
-    ptx: list[str]  # its modules, for a GPU
+    ptx: list[str]  # its PTX modules, for a GPU
     memory: Any  # sizes in bytes, with the names of JAX's memory analysis
     seconds: float
 
 
 def compiled_here(case: Case, device: jax.Device) -> tuple[Compiled, dict[str, Any]]:
-    """A program of this tree, and further facts about it."""
+    """Compiles a program of this tree; returns it with further facts."""
     begun = time.perf_counter()
     on_gpu = device.platform in ("gpu", "cuda")
     with dumped(instructions.PTX if on_gpu else {}) as folder, named_device(device):
@@ -223,7 +224,7 @@ def compiled_here(case: Case, device: jax.Device) -> tuple[Compiled, dict[str, A
 
 
 def compiled_by(tree: Path, target: str, model: str, dtype: str, name: str) -> Compiled:
-    """A training step as another tree of this project compiles it, by this program of that tree."""
+    """Compiles a training step with the code of another tree of this project, by calling this module of that tree."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         command = [sys.executable, "-m", "lab.benchmarks.programs", "--targets", target, "--batches", "0"]
@@ -242,7 +243,7 @@ def compiled_by(tree: Path, target: str, model: str, dtype: str, name: str) -> C
 
 
 def training(own: Training, dtype: str, device: jax.Device, *, arrays: bool = False) -> Any:
-    """A training step for the longest batch, lowered for that device; `arrays`: attention as it is without kernels."""
+    """Lowers a training step for the longest batch and a device; `arrays`: attention without kernels."""
     whole = own.config
     whole = dataclasses.replace(whole, train=dataclasses.replace(whole.train, dtype=dtype))
     with mock.patch.object(step, "choose_blocks", return_value=None) if arrays else contextlib.nullcontext():
@@ -250,7 +251,7 @@ def training(own: Training, dtype: str, device: jax.Device, *, arrays: bool = Fa
 
 
 def squares(text: str, whole: Config) -> list[str]:
-    """The shapes of buffers of all heads and two lengths."""
+    """The shapes of buffers that have all heads and two lengths."""
     assert isinstance(whole.model, T5Config)
     batch, heads = longest_batch(whole), whole.model.num_heads
     (sources, length), (groups, slots) = batch["source"], batch["inputs"]
@@ -267,12 +268,12 @@ def squares(text: str, whole: Config) -> list[str]:
 def absent(
     config: T5Config, dtype: Any, device: jax.Device, backend: Backend = XLA, configuration: Configuration = DEFAULT
 ) -> Programs:
-    """The programs of a T5 with shapes in the place of weights, for a device that need not be here.
+    """The programs of a T5 for a device that may be absent, with shapes instead of weights.
 
     Args:
-      config: of the T5.
+      config: the config of the T5.
       dtype: the dtype of computations.
-      device: where everything lies.
+      device: the device of all arrays.
       backend: computes the steps of a decoder.
       configuration: the configuration of the decoders.
     """
@@ -285,10 +286,10 @@ def absent(
 
 
 def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: int) -> Iterator[Case]:
-    """The encoder and the decoders of a batch, as `Programs.decode` compiles them.
+    """Yields the encoder and the decoders of a batch, as `Programs.decode` compiles them.
 
     Args:
-      made: from `absent`.
+      made: the programs, from `absent`.
       strategies: the decoders.
       batch: the size of the batch.
       length: tokens of each source.
@@ -312,7 +313,7 @@ def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: in
 
 
 def _least_bytes(made: Programs, decoder: Call) -> dict[str, Any]:
-    """The bytes that a step of a decoder reads at least: its weights, the encoded sources, its cache."""
+    """The bytes that a step of a decoder must read: its weights, the encoded sources, and its cache."""
     weights, memory, *_ = decoder.arguments
     cache = made._find(decoder, Report()).carry.cache
     arrays = jax.tree.leaves((weights, memory, cache))
@@ -320,21 +321,21 @@ def _least_bytes(made: Programs, decoder: Call) -> dict[str, Any]:
 
 
 class Buffers(NamedTuple):
-    """What the host does in a run of a program for a GPU, by XLA's sequence of thunks."""
+    """The work of the host in a run of a program for a GPU, from XLA's sequence of thunks."""
 
-    graphs: int  # CUDA graphs that it starts
-    loops: int  # loops that it controls
-    others: int  # kernels and copies that it starts one by one
+    graphs: int  # CUDA graphs that the host starts
+    loops: int  # loops that the host controls
+    others: int  # kernels and copies that the host starts one by one
 
 
 def buffers(folder: Path) -> Buffers:
-    """Reads the sequence of thunks of the last program that was compiled with dumps into a folder."""
+    """Reads the sequence of thunks of the last program that was compiled with dumps in this folder."""
     path = max(folder.glob("*.thunk_sequence_after_thunk_passes.txt"))
     return count_thunks(path.read_text())
 
 
 def count_thunks(text: str) -> Buffers:
-    """Counts the thunks that are in no command buffer (CUDA graph). Thunks in another one are indented."""
+    """Counts the thunks that are in no command buffer (CUDA graph). Thunks inside another thunk are indented."""
     counts, inside = Counter[str](), None
     for indent, kind in re.findall(r"^( *)\d+: k(\w+)", text, re.MULTILINE):
         if inside is not None and len(indent) > inside:
@@ -347,7 +348,7 @@ def count_thunks(text: str) -> Buffers:
 
 @contextlib.contextmanager
 def dumped(more: Mapping[str, str] = MappingProxyType({})) -> Iterator[Path]:
-    """A context in which programs of `Programs`, and training steps for GPUs, are compiled with dumps into a folder."""
+    """A context in which programs of `Programs`, and training steps for GPUs, are compiled with dumps in a folder."""
     options: Any = Configuration.compiler_options
     with tempfile.TemporaryDirectory() as folder:
 
@@ -362,7 +363,7 @@ def dumped(more: Mapping[str, str] = MappingProxyType({})) -> Iterator[Path]:
 
 
 def report(text: str, memory: Any) -> dict[str, Any]:
-    """Counts of a compiled program."""
+    """Counts instructions, bytes and buffers of a compiled program."""
     program = Program(text)
     starts, kinds = list(program.starts()), dict[str, dict[str, int]]()
     for start in starts:
@@ -378,7 +379,7 @@ def report(text: str, memory: Any) -> dict[str, Any]:
         "small_starts": sum(start.times for start in starts if start.bytes < SMALL),
         "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"])),
         "moved": sum(start.times * start.bytes for start in starts),
-        # The work of a run outside of loops, which is done once.
+        # The work outside of loops, which a run does once.
         "returned": program.returned(),
         "copied": program.copied(),
         "memory": {
@@ -394,7 +395,7 @@ def report(text: str, memory: Any) -> dict[str, Any]:
 
 
 def troubles(result: dict[str, Any]) -> list[str]:
-    """What such a program had better not hold."""
+    """The problems of a program: transfers, collectives, conditionals, large arrays, and too much memory."""
     counts = {name: result[name.replace(" ", "_")] for name in ("host transfers", "collectives", "conditionals")}
     found = [f"{count} {name}" for name, count in counts.items() if count]
     large = {"sort": MATTERS, "scatter": MATTERS} | ({"copy": COPIED} if "slots" in result["program"] else {})
@@ -409,46 +410,46 @@ def troubles(result: dict[str, Any]) -> list[str]:
 
 
 def in_all(memory: dict[str, int]) -> int:
-    """Bytes that the compiler sets aside."""
+    """The bytes that the compiler reserves."""
     return memory["argument"] + memory["output"] + memory["temp"] - memory["alias"]
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The same for people."""
-    said = []
+    """The counts of a program as lines of text."""
+    printed = []
     for loop in result["loops"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loop["kernels"].items()))
         unit = "an iteration" if result["per_step"] else "in all"
         count = sum(loop["kernels"].values())
         name = f"{result['target']:<8} {result['model']} {result['dtype']} {result['program']:<32}"
         least = f", {loop['bytes'] / result['least_bytes']:.2f} of the least" if "least_bytes" in result else ""
-        said.append(f"{name} {count:>5} kernels {unit} ({kinds}), {loop['bytes'] / 1e6:.0f} MB{least}")
+        printed.append(f"{name} {count:>5} kernels {unit} ({kinds}), {loop['bytes'] / 1e6:.0f} MB{least}")
     memory, trouble = result["memory"], troubles(result)
-    said.append(
+    printed.append(
         f"{'':<41} arguments {memory['argument'] / 2**20:.0f} MiB, temporary {memory['temp'] / 2**20:.0f} MiB, "
         f"in all {in_all(memory) / 2**20:.0f} MiB, moved in a run {result['moved'] / 1e9:.1f} GB, "
         f"compiled in {result['compile_s']:.0f} s{'; ' if trouble else ''}{', '.join(trouble)}"
     )
     if "buffers" in result:
         host = Buffers(**result["buffers"])
-        said.append(
+        printed.append(
             f"{'':<41} returns {result['returned']} arrays of {memory['output'] / 2**20:.1f} MiB, "
             f"{memory['alias'] / 2**20:.1f} MiB in place of arguments, copies {result['copied'] / 2**20:.2f} MiB once; "
             f"the host starts {host.graphs} CUDA graphs and {host.others} kernels, and controls {host.loops} loops"
         )
     if result["program"].startswith("train"):
         by_kind = (f"{name} {x['starts']} ({x['bytes'] / 1e9:.1f} GB)" for name, x in result["kinds"].items())
-        said.append(
+        printed.append(
             f"{'':<41} a run starts {result['starts']} kernels, {result['small_starts']} of which move less than "
             f"{SMALL / 1e6:g} MB: {', '.join(by_kind)}"
         )
     for own in result.get("attention", ()):
         loops = " and ".join(map(str, own["by_loop"]))
-        said.append(
+        printed.append(
             f"{'':<41} {own['kernel']} ({own['attention']}), {own['starts']} starts: {loops} instructions a score, "
             f"{own['registers']} registers, {own['spilled_bytes']} bytes spilled"
         )
-    return said
+    return printed
 
 
 if __name__ == "__main__":

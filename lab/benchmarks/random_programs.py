@@ -1,4 +1,4 @@
-"""Compiles random decodes and training steps for GPUs that need not be here, with the loops of decodes in CUDA graphs.
+"""Compiles random decodes and training steps for absent GPUs, with the loops of decodes in CUDA graphs.
 
     make venv-programs
     python -m lab.benchmarks.random_programs --output FILE [--targets h100,rtx4090] [--decodes 300] [--steps 20]
@@ -7,7 +7,7 @@
 Models have two layers in encoder and decoder, and random sizes, dtypes and weights; decodes have random methods,
 drafts, batches and lengths. Each is compiled for one of the targets, in turn. A decode passes if its whole program is
 one CUDA graph: the host controls no loop. The command prints a line for each failure, and exits with 1 if there is one.
-320 programs take about 40 minutes of a processor, so 20 minutes with two processes on two cores.
+320 programs take about 40 minutes of processor time: 20 minutes with two processes on two cores.
 
 FILE has a JSON line for each program, written as soon as it is compiled. A command that was interrupted continues with
 the same flags: programs in FILE are not compiled again.
@@ -46,7 +46,7 @@ from pipejax.training.memory import longest_batch
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """A random decode."""
+    """A random decode: a model, a strategy, and the shape of a batch."""
 
     config: T5Config
     dtype: str
@@ -99,7 +99,7 @@ def random_decode(rng: np.random.Generator) -> Decode:
 
 
 def check_decode(found: Decode, device: jax.Device) -> str:
-    """Compiles the first decoder of a decode; the reason why it is no single CUDA graph, or ""."""
+    """Compiles the first decoder of a decode; returns the reason why it is no single CUDA graph, or ""."""
     made = absent(found.config, jnp.dtype(found.dtype), device, found.backend, found.configuration)
     with dumped() as folder, named_device(device):
         made_of = cases(made, [found.strategy], found.batch, found.length)
@@ -127,7 +127,7 @@ def random_step(rng: np.random.Generator) -> Config:
 
 
 def check_step(config: Config, device: jax.Device) -> str:
-    """Compiles a training step."""
+    """Compiles a training step; returns the reason for a failure, or ""."""
     step.Trainer(config, [device]).compile(longest_batch(config))
     return ""
 
@@ -184,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_number("--processes", "processes that compile (2)", least=1, default=2)
     parser.add_number("--seed", "the first number of the random generators (0)", least=0, default=0)
     parser.add_argument(
-        "--output", required=True, metavar="FILE", help="JSON lines; programs that are there are not compiled again"
+        "--output", required=True, metavar="FILE", help="JSON lines; programs in this file are not compiled again"
     )
     flags = parser.parse_args(argv)
     cli.check_output_file("--output", flags.output)

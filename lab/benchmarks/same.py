@@ -1,14 +1,14 @@
-"""Whether two trees of this project compute the same, bit by bit, and offer the same.
+"""Compares two trees of this project: their results, bit by bit, and their commands, settings and public names.
 
-    python -m lab.benchmarks.same record FOLDER      decodes, training steps and the surface of this tree, in minutes
-    python -m lab.benchmarks.same compare FOLDER     the same again, against the files that `record` wrote
-    python -m lab.benchmarks.same surface            commands, flags, settings, routes, formats and public names
+    python -m lab.benchmarks.same record FOLDER      writes decodes, training steps and the surface of this tree
+    python -m lab.benchmarks.same compare FOLDER     computes them again, and compares them with the files in FOLDER
+    python -m lab.benchmarks.same surface            lists commands, flags, settings, routes, formats and public names
 
-`decodes.jsonl` has 600 records of tiny random models: methods, delays, drafts, schemas, adapters, dtypes, batches and
-streams are drawn from fixed seeds, and a refusal is recorded in its place. `training.jsonl` has the losses and gradient
-norms of 100 steps, and the digests of the parameters that they ended in. Compare on one machine: another processor's
-sums differ. `compare` exits with 1 if a line differs; of a record that was interrupted it takes the lines that are
-there. `--only` takes some of the three.
+`record` and `compare` take minutes. `decodes.jsonl` has 600 records of tiny random models: methods, delays, drafts,
+schemas, adapters, dtypes, batches and streams are drawn from fixed seeds, and a refusal is recorded like an answer.
+`training.jsonl` has the losses and gradient norms of 100 steps, and the digests of the final parameters. Compare on the
+machine that recorded, since the sums of other processors differ. `compare` exits with 1 if a line differs; it accepts
+the files of an interrupted `record`, and compares the lines in them. `--only` selects some of the three files.
 """
 
 import argparse
@@ -29,12 +29,12 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-ROUNDS, SOURCES = 40, 15  # of decodes: their product is the number of records
-SHOWN = 5  # differences
+ROUNDS, SOURCES = 40, 15  # rounds of decodes, and sources in each: their product is the number of records
+SHOWN = 5  # most differences that are printed
 
 
 def main(argv: Sequence[str]) -> int:
-    """Records, compares or lists."""
+    """Runs `record`, `compare` or `surface`."""
     from pipejax.system import cli
 
     parser = cli.Parser(prog="python -m lab.benchmarks.same", description=__doc__)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def decodes() -> Iterator[str]:
-    """Yields a line for each answer: its record, or the refusal."""
+    """Yields a line for each answer, with its record or the refusal."""
     import jax
 
     import pipejax
@@ -81,7 +81,7 @@ def decodes() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         models = _models(Path(folder))
         for i in range(ROUNDS):
-            place, schemas = models[i % len(models) if i % 5 else 0]  # of which the adapter is
+            place, schemas = models[i % len(models) if i % 5 else 0]  # the adapter fits models[0]
             settings = _settings(rng, schemas)
             dtype = ("float32", "bfloat16")[int(rng.random() < 0.25)]
             loaded = {"decode.dtype": dtype, "decode.weights": str(rng.choice(["auto", "auto", "auto", "int8"]))}
@@ -96,7 +96,7 @@ def decodes() -> Iterator[str]:
                 generator = pipejax.load(place, overrides=loaded, adapters=adapters)
                 generator = generator.adapted("a") if adapters and rng.random() < 0.7 else generator
                 asked = dict(settings["call"])
-                asked["method"] = asked.pop("strategy")  # the key of recorded lines is the former name
+                asked["method"] = asked.pop("strategy")  # recorded lines have the former name as the key
                 if settings["stream"]:
                     asked.pop("batch_size", None)
                     found = [[*generator.stream_rows(source, **asked)] for source in sources]
@@ -111,7 +111,7 @@ def decodes() -> Iterator[str]:
 
 
 def _models(folder: Path) -> list[tuple[Path, bool]]:
-    """Checkpoints of random weights, of several sizes and methods, and whether schemas suit their vocabulary."""
+    """Writes checkpoints of random weights; returns their paths, and whether schemas suit their vocabulary."""
     import jax
     from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -151,7 +151,7 @@ def _made(path: Path) -> Path:
 
 
 def _settings(rng: np.random.Generator, schemas: bool) -> dict[str, Any]:
-    """A call's settings, most of which go together."""
+    """Draws the settings of a call, most of which are compatible."""
     from support import schemas as examples
 
     strategy = str(rng.choice(["pipelined", "sequential"], p=[0.65, 0.35]))
@@ -179,12 +179,12 @@ def _settings(rng: np.random.Generator, schemas: bool) -> dict[str, Any]:
 
 
 def _sources(rng: np.random.Generator, vocabulary: int) -> list[list[int]]:
-    """Token ids of sources of one padded length."""
+    """Draws the token ids of sources that have one padded length."""
     return [[*map(int, rng.integers(3, vocabulary, int(rng.integers(1, 15)))), 1] for _ in range(SOURCES)]
 
 
 def _exact(value: Any) -> Any:
-    """Plain values whose floats are all of their bits."""
+    """Plain values, with floats as texts of all their bits."""
     if isinstance(value, dict):
         return {str(key): _exact(inner) for key, inner in value.items()}
     if isinstance(value, tuple | list):
@@ -206,7 +206,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def training() -> Iterator[str]:
-    """Yields a line for each of 5 x 20 steps, and the digest of each checkpoint's parameters."""
+    """Yields a line for each of 5 x 20 steps, and a line with the digest of the parameters of each checkpoint."""
     import pipejax
     from pipejax import checkpoint
     from pipejax.checkpoint.fingerprint import digest
@@ -230,12 +230,12 @@ def training() -> Iterator[str]:
 
 
 def surface() -> list[str]:
-    """Sorted lines, each with one thing that a user may write or call."""
+    """The sorted lines of the surface: each has a name that a user may write or call."""
     return sorted({*_flags(), *_keys(), *_served(), *_names(), *_files()})
 
 
 class _Seen(Exception):
-    """The parser of a command, instead of its parsed flags."""
+    """Raised with the parser of a command, when the command would parse its flags."""
 
 
 def _flags() -> Iterator[str]:
@@ -323,7 +323,7 @@ def _signatures(name: str, found: object) -> Iterator[str]:
 
 
 def _files() -> Iterator[str]:
-    """Endings of files that the package names, and the requirements and scripts of its distribution."""
+    """Yields the endings of files that the package names, and the requirements and scripts of its distribution."""
     import tomllib
 
     for path in (ROOT / "pipejax").rglob("*.py"):
@@ -337,7 +337,9 @@ PARTS = {"surface": surface, "training": training, "decodes": decodes}
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # it compiles more than it computes
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0"
+    )  # compilation takes more time than computation
     from pipejax.system import cli
 
     cli.run(main)

@@ -1,11 +1,11 @@
-"""Speed of `pipejax serve` beside other servers that do the same work, and beside decoding without a server.
+"""Compares the speed of `pipejax serve` with other servers that do the same work, and with decoding without a server.
 
     python -m lab.benchmarks.serve --model base --weights float32,int8 --concurrency 1,8 --peers hf,ct2-int8 --json OUT
 
-One T5 with random weights; each answer is forced to the same rows, as in `lab.benchmarks.decode`. Each server is a
-process on this machine (`lab.benchmarks.apps`). So many connections ask, each for its next answer as soon as it has
-one, for some seconds; then another system has its turn. "offline" is `Generator.decode` in batches of as many sources,
-at most 8.
+All systems decode with one T5 of random weights, and each answer is forced to the same rows, as in
+`lab.benchmarks.decode`. Each server is a process on this machine (`lab.benchmarks.apps`). In its turn of --seconds
+seconds, a server is called over --concurrency connections, and each connection sends its next request as soon as it has
+an answer. "offline" is `Generator.decode` in batches of as many sources, at most 8.
 """
 
 import contextlib
@@ -39,31 +39,39 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
-SOURCES = 32  # different ones, in turn
-PATIENCE = 600.0  # seconds until a server has started, or has answered
+SOURCES = 32  # different sources, which are sent in turn
+PATIENCE = 600.0  # seconds until a server must have started, or must have answered
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures the systems, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.serve", description=__doc__)
     parser.add_argument("--model", choices=SIZES, default="base")
-    parser.add_argument("--weights", default="float32", metavar="NAME,...", help="of pipejax: float32, int8 (float32)")
-    parser.add_argument("--concurrency", default="1,4,8,16", metavar="N,...", help="connections that ask at a time")
-    parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(apps.PEERS)}; make venv-bench")
+    parser.add_argument(
+        "--weights", default="float32", metavar="NAME,...", help="weights of pipejax: float32, int8 (float32)"
+    )
+    parser.add_argument("--concurrency", default="1,4,8,16", metavar="N,...", help="simultaneous connections")
+    parser.add_argument(
+        "--peers", default="", metavar="NAME,...", help=f"some of {', '.join(apps.PEERS)}; make venv-bench"
+    )
     parser.add_argument("--answer", default="8x14", metavar="NxM", help="rows and tokens of each answer (8x14)")
     parser.add_argument(
-        "--source", type=cli.whole_number(1, 4096), default=512, metavar="L", help="tokens of each (512)"
+        "--source", type=cli.whole_number(1, 4096), default=512, metavar="L", help="tokens of each source (512)"
     )
     parser.add_argument(
         "--sub-max", type=cli.whole_number(1), default=20, metavar="S", help="rows of pipejax's grid (20)"
     )
-    parser.add_argument("--time-max", type=cli.whole_number(1), default=64, metavar="T", help="its time-steps (64)")
+    parser.add_argument(
+        "--time-max", type=cli.whole_number(1), default=64, metavar="T", help="time-steps of pipejax's grid (64)"
+    )
     parser.add_argument("--rounds", type=cli.whole_number(1), default=3, metavar="N")
     parser.add_argument(
-        "--seconds", type=cli.whole_number(1), default=10, metavar="S", help="of each turn, at least (10)"
+        "--seconds", type=cli.whole_number(1), default=10, metavar="S", help="least seconds of each turn (10)"
     )
-    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of all together (2)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument(
+        "--threads", type=cli.whole_number(1), default=2, metavar="N", help="threads of all processes together (2)"
+    )
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     levels, rows = whole_numbers("--concurrency", flags.concurrency), rows_of(flags.answer)
@@ -97,7 +105,12 @@ def main(argv: Sequence[str]) -> int:
 
         for held in weights:
             settings = [f"decode.weights={held}", "decode.dtype=float32"]
-            more = "--warm-up", "0", "--encoding-cache", "0"  # prompts repeat, and the others encode each of them
+            more = (
+                "--warm-up",
+                "0",
+                "--encoding-cache",
+                "0",
+            )  # prompts repeat, and the other servers encode each prompt again
             port = start("pipejax", directory, *more, *(f"--set={one}" for one in settings))
             systems += [
                 Ours(f"pipejax{way}{SUFFIXES[held]}", port, sources, rows, bool(way)) for way in ("", "-stream")
@@ -118,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(config: T5Config, grid: GridConfig, scratch: Path, longest: int) -> tuple[Path, Path]:
-    """A checkpoint without a tokenizer and a model of Hugging Face's, with the same random weights."""
+    """Writes a checkpoint without a tokenizer and a Hugging Face model, with the same random weights."""
     params = random_params(config)
     run = Config(
         model=config,
@@ -139,10 +152,10 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[Server]:
-    """A module of Python with its arguments that tells its address in a line, and ends with the block.
+    """A context with a server: a Python module with arguments, which prints a line with its address.
 
     Raises:
-      UserError: it did not start.
+      UserError: the server did not start.
     """
     with log.open("w") as said:
         process = subprocess.Popen([sys.executable, "-m", *command], stderr=said, stdout=said)
@@ -150,7 +163,7 @@ def server(command: Sequence[str], log: Path) -> Iterator[Server]:
         ends, found = time.monotonic() + PATIENCE, None
         while not (found := re.search(r"serving .* at http://127\.0\.0\.1:(\d+)$", log.read_text(), re.MULTILINE)):
             if process.poll() is not None or time.monotonic() > ends:
-                last = (log.read_text().splitlines() or ["nothing was said"])[-1]
+                last = (log.read_text().splitlines() or ["no output"])[-1]
                 raise UserError(" ".join(command[:2]), f"the server did not start ({last})")
             time.sleep(0.05)
         yield Server(process, int(found[1]))
@@ -167,30 +180,30 @@ def server(command: Sequence[str], log: Path) -> Iterator[Server]:
 
 
 class Reply(NamedTuple):
-    """Points in time of a request, in seconds."""
+    """The points in time of a request, in seconds."""
 
     begun: float
-    token: float  # the first token is there
-    row: float  # the first row is
+    token: float  # the first token has arrived
+    row: float  # the first row has arrived
     end: float
 
 
 class System(Protocol):
-    """What is measured."""
+    """A system that the benchmark measures."""
 
     name: str
 
     def turn(self, level: int, seconds: float) -> list[Reply]:
-        """So many at a time, until so many seconds have passed; each at least once.
+        """Sends requests for `seconds` seconds, `level` at a time, and at least `level` in total; returns all replies.
 
         Raises:
-          AssertionError: an answer is not what was asked for.
+          AssertionError: an answer does not have the requested rows.
         """
 
 
 @dataclasses.dataclass
 class Offline:
-    """Without a server: so many sources in a call, 8 of them in a batch."""
+    """Decoding without a server: as many sources in a call as there would be connections, in batches of at most 8."""
 
     name: str
     generator: Generator
@@ -204,14 +217,16 @@ class Offline:
             begun = time.perf_counter()
             found = self.generator.decode([self.sources[i % SOURCES] for i in range(level)], batch_size=apps.BATCH)
             end = time.perf_counter()
-            assert all(list(map(len, record["row_ids"])) == self.rows for record in found), "other rows than asked for"
+            assert all(list(map(len, record["row_ids"])) == self.rows for record in found), (
+                "the answers do not have the requested rows"
+            )
             replies += [Reply(begun, end, end, end)] * level
         return replies
 
 
 @dataclasses.dataclass
 class Client:
-    """Connections to a server."""
+    """The client of a server: it opens the connections and reads the answers."""
 
     name: str
     port: int
@@ -247,33 +262,33 @@ class Client:
         return Reply(begun, token, row, end)
 
     def body(self, source: list[int]) -> bytes:
-        """Of a request."""
+        """The body of a request."""
         return json.dumps({"prompt": source}).encode()
 
     def read(self, reply: http.client.HTTPResponse) -> tuple[float, float, float]:
-        """When the first token, the first row and the end were there."""
+        """Reads a reply; returns the times when the first token, the first row and the end arrived."""
         text = reply.read()
         end = time.perf_counter()
         self.check(json.loads(text))
         return end, end, end
 
     def check(self, found: Any) -> None:
-        """Raises an AssertionError if the answer is not what was asked for."""
+        """Raises an AssertionError if the answer does not have the requested rows."""
         raise NotImplementedError
 
 
 class Peer(Client):
-    """Another system's server."""
+    """The client of another system's server."""
 
     def check(self, found: Any) -> None:
-        """See `Client`; CTranslate2 leaves the eos out when it ends an answer by itself, and here it never does."""
+        """See `Client`. Answers of CTranslate2 include the eos here, since it never ends an answer by itself."""
         length = len(found["tokens"])
         assert length == sequential_steps(self.rows), f"{self.name}: an answer of {length} tokens"
 
 
 @dataclasses.dataclass
 class Ours(Client):
-    """`pipejax serve`, asked for whole answers or for tokens as they are written."""
+    """The client of `pipejax serve`, for whole answers or for streams of tokens."""
 
     stream: bool
 
@@ -296,7 +311,7 @@ class Ours(Client):
         reply.read()
         end = time.perf_counter()
         self.check(json.loads(last.removeprefix(b"data: ")))
-        assert row, "the first row did not come"
+        assert row, "the first row did not arrive"
         return token, row, end
 
     def check(self, found: Any) -> None:
@@ -307,11 +322,11 @@ class Ours(Client):
 
 # Measuring.
 
-Found = dict[tuple[str, int], list[list[Reply]]]  # of a system and a level: the replies of each round
+Found = dict[tuple[str, int], list[list[Reply]]]  # the replies of each round, by system and level
 
 
 def measure(systems: Sequence[System], levels: Sequence[int], rounds: int, seconds: float) -> Found:
-    """All systems in turn, each round in another order; before that each answers once, which compiles."""
+    """Measures all systems in turn, in another order in each round. Before that each system answers once to compile."""
     found: Found = {(system.name, level): [] for system in systems for level in levels}
     for system in systems:
         cli.note(f"warming up {system.name}")
@@ -330,12 +345,12 @@ def measure(systems: Sequence[System], levels: Sequence[int], rounds: int, secon
 
 
 def rate(replies: Sequence[Reply]) -> float:
-    """Requests a second of a turn."""
+    """The requests per second of a turn."""
     return len(replies) / (max(r.end for r in replies) - min(r.begun for r in replies))
 
 
 def summary(system: System, level: int, rounds: Sequence[Sequence[Reply]]) -> dict[str, Any]:
-    """Of a system and a level: the median rate of the rounds, and milliseconds over all of their requests."""
+    """The record of a system at a level: the median rate of the rounds, and milliseconds over all their requests."""
     found: dict[str, Any] = {"system": system.name, "concurrency": level, "requests": sum(map(len, rounds))}
     found["requests_per_s"] = statistics.median(map(rate, rounds))
     for name in ("token", "row", "end"):
@@ -345,7 +360,7 @@ def summary(system: System, level: int, rounds: Sequence[Sequence[Reply]]) -> di
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines for people; milliseconds."""
+    """The table as lines of text, with times in milliseconds."""
     columns = (f"{name} {p}" for name in ("token", "row", "end") for p in ("p50", "p99"))
     lines = [f"{'at a time':>9}  {'system':<22}{'answers':>8}{'a second':>10}" + "".join(f"{c:>11}" for c in columns)]
     for r in results:
@@ -355,7 +370,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def verdicts(found: Found, levels: Sequence[int], suffixes: Sequence[str], peers: Sequence[str]) -> list[str]:
-    """Ratios of rates, each the median of the rounds' own, and what a server adds to a request that is alone."""
+    """Lines with medians of the ratios of rates in a round, and the time that a server adds to a single request."""
 
     def paired(function: Callable[[Any, Any], float], own: str, other: str, level: int) -> float:
         return statistics.median(map(function, found[own, level], found[other, level]))
@@ -379,5 +394,5 @@ def verdicts(found: Found, levels: Sequence[int], suffixes: Sequence[str], peers
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the servers, too
     cli.run(main, sys.argv[1:])

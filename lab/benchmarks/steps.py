@@ -1,13 +1,14 @@
-"""What a training step of a config takes on the device that is here, beside what `pipejax plan` says of it.
+"""Measures time and memory of a config's training step on this device, and compares them with `pipejax plan`.
 
     python -m lab.benchmarks.steps --config configs/jsonl.py --models base,large --json OUT [--set KEY=VALUE ...]
 
-With --sources every length has a case, and batches of as many tokens as far as whole examples allow. A few real
-steps on random tokens, every source and target as long as the config allows. Utilisation is the model's own
-operations (`training_flops`: what rematerialisation computes again does not count) over the peak of the device, if
-that is known. Memory is the peak that the device reports since the process began, so name the larger model last;
-beside it stand the compiler's figure and that of arithmetic. Seconds of compiling begin with the trace; --again adds
-those of a new trainer, which finds the program in the cache.
+The command makes a few steps on random tokens, with every source and target as long as the config allows. With
+--sources there is a case for each length; its batches have about as many tokens as the config's, in whole examples.
+Utilisation is the number of the model's own operations (`training_flops`, without the operations that
+rematerialisation repeats) divided by the peak of the device, if the peak is known. Memory is the peak that the device
+reports since the start of the process, so name the larger model last; the compiler's figure and the estimate of
+`pipejax plan` are printed with it. Compilation time includes tracing; --again adds the time of a new trainer, which
+finds the program in the cache.
 """
 
 import argparse
@@ -33,10 +34,10 @@ from pipejax.training.memory import GIB, choose_remat, device_memory, longest_ba
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a line for each model, writes JSON after each."""
+    """Measures the models, prints a line for each, and writes JSON after each."""
     parser = cli.Parser(prog="python -m lab.benchmarks.steps", description=__doc__)
     add_flags(parser)
-    parser.add_argument("--again", action="store_true", help="load each program once more, from the cache")
+    parser.add_argument("--again", action="store_true", help="load each program again, from the cache")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     chosen = cases(flags)
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     for name, config in chosen:
         try:
             result = {"system": "pipejax", "model": name, **measured(config, flags.steps, again=flags.again)}
-        except Exception as error:  # out of memory, say: the others are measured all the same
+        except Exception as error:  # such as a lack of memory: the other models are measured nevertheless
             found["failures"].append(failure(name, config, "pipejax", error))
         else:
             found["results"].append(result)
@@ -57,24 +58,30 @@ def main(argv: Sequence[str]) -> int:
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags that say which steps are measured."""
+    """Adds the flags that select the steps to measure."""
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--models", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
-    parser.add_argument("--sources", default="", metavar="L,...", help="tokens of a source (the config's)")
-    parser.add_argument("--steps", type=cli.whole_number(2), default=5, metavar="N", help="the last one is timed (5)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--sources", default="", metavar="L,...", help="tokens of a source (as in the config)")
+    parser.add_argument(
+        "--steps",
+        type=cli.whole_number(2),
+        default=5,
+        metavar="N",
+        help="steps to make, of which the last is timed (5)",
+    )
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     parser.add_overrides("override a setting of the config (repeatable)")
 
 
 def cases(flags: argparse.Namespace) -> list[tuple[str, Config]]:
-    """The names of models with the configs of their steps, in order."""
+    """The names of the models, with the configs of their steps."""
     models, given = names_of("--models", flags.models, SIZES), config_lib.load(flags.config, flags.overrides)
     sources = whole_numbers("--sources", flags.sources) if flags.sources else [given.data.max_source]
     return [(name, dataclasses.replace(of_length(given, x), model=SIZES[name])) for name in models for x in sources]
 
 
 def of_length(config: Config, source: int) -> Config:
-    """The config with sources of that length, and parts of as many tokens as before, or of one example."""
+    """The config with sources of the given length, and parts with as many tokens as before, or with one example."""
     train, data = config.train, dataclasses.replace(config.data, max_source=source)
     if source != config.data.max_source:
         part = max(train.batch_size // train.accumulate * config.data.max_source // source, 1)
@@ -83,13 +90,13 @@ def of_length(config: Config, source: int) -> Config:
 
 
 def resolved(config: Config) -> Config:
-    """The config with what this device decides."""
+    """The config with the values that depend on this device filled in."""
     train = dataclasses.replace(config.train, dtype=compute_dtype(config.train.dtype).name)
     return choose_remat(dataclasses.replace(config, train=train), device_memory())
 
 
 def work(config: Config) -> dict[str, Any]:
-    """The size of a step, and the operations of the model's own."""
+    """The size of a step, and the number of the model's own operations."""
     assert config.model is not None
     shapes, size = longest_batch(config), config.train.batch_size
     source, slots = shapes["source"][1], int(np.prod(shapes["inputs"])) // size
@@ -104,14 +111,14 @@ def work(config: Config) -> dict[str, Any]:
 
 
 def failure(name: str, config: Config, system: str, error: Exception) -> dict[str, Any]:
-    """A step that was not measured, said and as a record."""
+    """Prints a warning about a step that was not measured, and returns the record of it."""
     where = {"system": system, "model": name, "source": config.data.max_source}
     cli.note(f"warning: {', '.join(map(str, where.values()))} is left out: {error_line(error)}")
     return where | {"error": error_line(error)}
 
 
 def measured(config: Config, steps: int, *, again: bool = False) -> dict[str, Any]:
-    """A step of the longest batch on the first device: seconds, operations, and bytes by three ways."""
+    """Measures a step of the longest batch on the first device: seconds, operations, and three figures of bytes."""
     device, config = jax.devices()[0], resolved(config)
 
     def compiling() -> tuple[float, Any, Any]:

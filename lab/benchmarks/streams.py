@@ -1,9 +1,9 @@
-"""What it costs to see an answer as it is written: `stream_rows` beside `decode` on the same sources, in turn.
+"""Measures the cost of streaming an answer: `stream_rows` and `decode` take turns on the same sources.
 
     python -m lab.benchmarks.streams --checkpoint runs/mine --input texts.jsonl --documents 200
 
-One source at a time. The first round, which compiles, does not count. The tokens of all events together must be the
-record's, and the record that of `decode`; otherwise it is an error.
+One source is decoded at a time. The first round, which compiles, does not count. The tokens of all events together must
+equal the tokens of the stream's record, and this record must equal the record of `decode`; otherwise the command fails.
 """
 
 import itertools
@@ -26,15 +26,17 @@ WEIGHTS = ("float32", "bfloat16", "int8")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a line for each kind of weights, writes JSON."""
+    """Measures, prints a line for each kind of weights, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.streams", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--input", required=True, metavar="FILE", help='lines with a "source"')
-    parser.add_argument("--documents", type=cli.whole_number(1), default=200, metavar="N", help="the first N (200)")
+    parser.add_argument(
+        "--documents", type=cli.whole_number(1), default=200, metavar="N", help="decode the first N sources (200)"
+    )
     parser.add_argument("--rounds", type=cli.whole_number(1), default=5, metavar="N")
     parser.add_argument("--weights", default="float32,int8", metavar="NAME,...", help=f"of {', '.join(WEIGHTS)}")
     parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="(2)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     weights = names_of("--weights", flags.weights, WEIGHTS)
@@ -62,10 +64,10 @@ def line(result: dict[str, Any]) -> str:
 
 
 def measured(generator: Generator, given: Sequence[Any], rounds: int) -> dict[str, Any]:
-    """Medians over the sources and rounds: milliseconds of an answer both ways, and the ratio of each pair.
+    """Medians over sources and rounds: milliseconds of an answer in both ways, and their ratio for each source.
 
     Raises:
-      AssertionError: a stream says something else than `decode`.
+      AssertionError: a stream differs from `decode`.
     """
     decoded, streamed, ratios, firsts = [], [], [], []
     events = 0
@@ -88,7 +90,7 @@ def measured(generator: Generator, given: Sequence[Any], rounds: int) -> dict[st
                             if not event.done:
                                 written.setdefault(event.row, []).append(event.token)
                     live = time.perf_counter() - begun
-            assert last["row_ids"] == record["row_ids"], f"source {i}: another answer than that of decode"
+            assert last["row_ids"] == record["row_ids"], f"source {i}: the answer differs from that of decode"
             assert [written[k] for k in sorted(written)] == [row for row in record["row_ids"] if row], f"source {i}"
             if number:
                 decoded.append(whole)

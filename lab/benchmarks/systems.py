@@ -1,6 +1,6 @@
-"""The systems that are compared, `peers` beside ours: one T5 with random weights, in each system's own format.
+"""The systems that are compared, pipejax and `peers`: all run one T5 with random weights, in their own formats.
 
-All raise an error if what they decoded has not the lengths asked for, and use the same number of threads.
+Each system raises an error if its answers do not have the given lengths. All use the same number of threads.
 """
 
 import contextlib
@@ -40,32 +40,32 @@ SIZES = {
     "tiny": T5Config(512, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=2),
     **ARCHITECTURES,
 }
-SUFFIXES = {"float32": "", "bfloat16": "-bf16", "int8": "-int8"}  # of the names of ours, by what weights are held in
-KERNELS = {"own": "", "xla": "-xla"}  # likewise, by whose kernels compute: our own where there are some, or XLA's
+SUFFIXES = {"float32": "", "bfloat16": "-bf16", "int8": "-int8"}  # suffixes of pipejax's names, by the dtype of weights
+KERNELS = {"own": "", "xla": "-xla"}  # suffixes by kernels: our own if there are any, or XLA's
 Rows = Sequence[Sequence[int]]  # lengths of the rows of each example
 
 
 class Run(NamedTuple):
-    """One measurement, in seconds."""
+    """The seconds of one measurement."""
 
     encode_s: float
     decode_s: float
 
 
 class System(Protocol):
-    """What is measured."""
+    """A system that the benchmarks measure."""
 
     name: str
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
-        """Encodes full-length sources i32 [B, L] and decodes rows of these lengths.
+        """Encodes full-length sources i32 [B, L] and decodes answers with rows of the lengths `rows`.
 
         Raises:
-          AssertionError: it decoded something else.
+          AssertionError: the answers have other lengths.
         """
 
     def steps(self, rows: Rows) -> int:
-        """Decoder steps of that batch."""
+        """The decoder steps of a batch with rows of the lengths `rows`."""
 
 
 def use_threads(count: int) -> None:
@@ -75,12 +75,12 @@ def use_threads(count: int) -> None:
 
 
 def settle() -> None:
-    """Waits until threads of the system before no longer wait for work, which keeps the processors busy for a while."""
+    """Waits until the threads of the previous system have gone to sleep: they spin for a while before that."""
     time.sleep(0.05)
 
 
 def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names of a list with commas, each once; raises a UserError for one that is not known."""
+    """The names in a list with commas, each once; raises a UserError for an unknown name."""
     names = dict.fromkeys(name for name in text.split(",") if name)
     if unknown := names.keys() - {*known}:
         raise UserError(flag, found=", ".join(sorted(unknown)), expected=", ".join(known))
@@ -90,17 +90,17 @@ def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def backbone(name: str) -> Backbone:
-    """One of `SIZES`, or of a name that `--set model=` takes, with the ids of `SPECIAL`.
+    """The backbone of a name in `SIZES`, or of a name that `--set model=` takes, with the ids of `SPECIAL`.
 
     Raises:
-      UserError: there is none of that name.
+      UserError: there is no backbone of this name.
     """
     found: Any = SIZES.get(name) or architecture(name)
     return dataclasses.replace(found, pad_token_id=0, eos_token_id=1) if found.eos_token_id != 1 else found
 
 
 def random_params(config: Backbone, seed: int = 0) -> Any:
-    """Parameters of about Hugging Face's initial scales, from NumPy's generator."""
+    """Draws parameters from NumPy's generator, with scales close to Hugging Face's initial ones."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
 
@@ -117,12 +117,15 @@ def random_params(config: Backbone, seed: int = 0) -> Any:
 
 
 def write(config: Backbone, params: Any, directory: Path) -> Path:
-    """Writes DIR/hf, unless it is there: its words, made up, between spaces; id i is "t<i>", but for `SPECIAL`."""
+    """Writes a Hugging Face model to DIR/hf unless it exists; returns DIR/hf.
+
+    The tokenizer splits at spaces, and the word of id i is "t<i>", except for the words of `SPECIAL`.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     target = directory / "hf"
-    if (target / "tokenizer.json").exists():  # written last, by a run before
+    if (target / "tokenizer.json").exists():  # this file is written last
         return target
     write_hf(config, params, target, None)
     words = {word: i for i, word in enumerate(words_of(range(config.vocab_size)))}
@@ -136,7 +139,7 @@ def write(config: Backbone, params: Any, directory: Path) -> Path:
 
 @contextlib.contextmanager
 def models(keep: str | None, size: str) -> Iterator[Path]:
-    """Where all systems' models of a size lie: KEEP/size, for a later run, or a directory that ends with the block."""
+    """A context with the folder of all systems' models of a size: KEEP/size, or a folder that is removed at the end."""
     if keep:
         (directory := Path(keep).resolve() / size).mkdir(parents=True, exist_ok=True)
         yield directory
@@ -146,13 +149,16 @@ def models(keep: str | None, size: str) -> Iterator[Path]:
 
 
 class Pipejax:
-    """Ours, pipelined or sequential."""
+    """pipejax as a system, with a pipelined or a sequential decoder."""
 
     def __init__(
         self, name: str, model: Module, ready: Ready, strategy: Pipelined | Sequential, *, backend: Backend
     ) -> None:
-        """Nothing compiles yet."""
-        self.name, self.kernels = name, type(backend).__name__  # "own" ones may not work here: this is who computes
+        """Prepares the system; programs compile when they are first used."""
+        self.name, self.kernels = (
+            name,
+            type(backend).__name__,
+        )  # the backend in use, since "own" kernels may not work here
         self.decoder = Decoder(model, ready, Forced(strategy), backend=backend)
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
@@ -164,12 +170,12 @@ class Pipejax:
         return Run(middle - begun, time.perf_counter() - middle)
 
     def steps(self, rows: Rows) -> int:
-        """The most of any example."""
+        """The decoder steps of the longest answer."""
         return max(self.decoder.strategy.steps(r) for r in rows)
 
 
 def bandwidth(threads: int, size: int = 2**27) -> float:
-    """Bytes a second that so many threads read, or the accelerator: sums of 512 MiB, the best of several."""
+    """The bytes per second that the threads, or the accelerator, read: the best of several sums of 512 MiB."""
     if jax.default_backend() != "cpu":
         return _device_bandwidth()
     parts = np.split(np.ones(size, np.float32), threads)
@@ -183,7 +189,7 @@ def bandwidth(threads: int, size: int = 2**27) -> float:
 
 
 def _device_bandwidth(size: int = 2**30) -> float:
-    """Bytes a second that the first device reads: the largest of 4 GiB, the best of several."""
+    """The bytes per second that the first device reads: the best of several maxima of 4 GiB."""
     numbers, reduce = jnp.ones(size, jnp.float32), jax.jit(jnp.max)
     times = []
     for _ in range(10):
@@ -194,16 +200,18 @@ def _device_bandwidth(size: int = 2**30) -> float:
 
 
 def step_bytes(config: Backbone, *, source: int, slots: int, itemsize: int) -> int:
-    """Bytes that one decoder step of one example reads: weights, memory, the cache of that many slots."""
+    """The bytes that a decoder step of one example reads: weights, memory, and a cache of `slots` slots."""
     module, length = config.module(), jax.ShapeDtypeStruct((1, source), jnp.int32)
     params = jax.eval_shape(config.init_params, jax.random.key(0))
     memory = jax.eval_shape(lambda p, x: module.apply({"params": p}, x, x > 0, method="encode"), params, length)
     cache = jax.eval_shape(lambda p: module.apply({"params": p}, 1, slots, method="empty_cache"), params)
     flat = traverse_util.flatten_dict(params, sep="/")
     kernels = {path: x for path, x in flat.items() if path.endswith("/kernel")}
-    projections = re.compile(r".*cross_attention/(key|value)/kernel")  # of the source, once for all steps
+    projections = re.compile(
+        r".*cross_attention/(key|value)/kernel"
+    )  # products with the source, made once for all steps
     read = [x for path, x in kernels.items() if not path.startswith("encoder/") and not projections.fullmatch(path)]
-    if not any(path.startswith("lm_head/") for path in kernels):  # the table is the head
+    if not any(path.startswith("lm_head/") for path in kernels):  # the head shares the table of embeddings
         read.append(flat[config.tables[-1]])
     return itemsize * sum(math.prod(x.shape) for x in jax.tree.leaves((read, memory.keys, memory.values, cache)))
 
@@ -218,10 +226,10 @@ def interleaved(
     *,
     enough: float = math.inf,
 ) -> dict[str, list[Run]]:
-    """All systems in turn, `rounds` times, each round in another order; one round more before that does not count.
+    """Measures all systems in turn, in `rounds` rounds of different orders. A first round does not count.
 
-    With `failures` a system that raises an error is left out from then on, and the error is written there. A system
-    whose runs have taken `enough` seconds has no further turn.
+    With `failures`, a system that raises an error has no further turns, and the error is added to `failures`. A system
+    whose runs have taken `enough` seconds has no further turns.
     """
     found: dict[str, list[Run]] = {system.name: [] for system in systems}
     for number in range(rounds + 1):
@@ -232,7 +240,7 @@ def interleaved(
                 settle()
                 try:
                     run = system.run(source, rows)
-                except Exception as error:  # of whatever kind: the others are measured all the same
+                except Exception as error:  # any error: the other systems are measured nevertheless
                     if failures is None:
                         raise
                     failures[system.name] = error_line(error)
@@ -244,7 +252,7 @@ def interleaved(
 
 
 def paired(own: Sequence[Run], other: Sequence[Run], *, whole: bool) -> float:
-    """Median over the rounds that both have of other / own; `whole`: the encoder included."""
+    """The median of other / own over the rounds that both systems have; `whole`: the encoder is included."""
     pairs = zip(own, other, strict=False)
     return statistics.median((b.decode_s + whole * b.encode_s) / (a.decode_s + whole * a.encode_s) for a, b in pairs)
 
@@ -262,7 +270,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine, the versions and the settings with which the figures were measured."""
     import importlib.metadata
     import platform
 
@@ -287,7 +295,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def save(path: str, value: Any) -> None:
-    """Writes JSON for the flag --json."""
+    """Writes a value as JSON to the file of the flag --json."""
     cli.write_output("--json", path, json.dumps(value, indent=2) + "\n")
 
 
@@ -300,7 +308,7 @@ def build(
     weights: str = "auto",
     kernels: str = "own",
 ) -> list[Pipejax]:
-    """Ours, on shared weights, held in what `weights` says; `kernels`: one of `KERNELS`."""
+    """Builds pipejax's systems, which share the weights. `weights`: a key of `SUFFIXES`; `kernels`: of `KERNELS`."""
     model = config.module(dtype=jnp.dtype(dtype))
     own = backends.fastest if kernels == "own" else partial(backends.choose, backends.Xla(weights))
     backend = own(config, dtype=model.dtype, weights=weights)
@@ -317,7 +325,7 @@ def build_each(
     weights: Sequence[str],
     kernels: Sequence[str] = ("own",),
 ) -> list[Pipejax]:
-    """Ours with weights held in each of these ways and computed by each of these kernels, which their names end in."""
+    """Builds pipejax's systems for all of these weights and kernels, which give the suffixes of their names."""
     ours: list[Pipejax] = []
     for held, whose in itertools.product(weights, kernels):
         named = {name + SUFFIXES[held] + KERNELS[whose]: strategy for name, strategy in strategies.items()}

@@ -1,11 +1,10 @@
-"""What a training step costs: the pipelined target beside the sequential one, a dense grid, and Hugging Face's T5.
+"""Times training steps of the pipelined target, the sequential target, a dense grid, and Hugging Face's T5.
 
     python -m lab.benchmarks.train --model base --pattern 8x14 --source 512 --batch 4 --peers hf --json OUT
 
-All train the same T5 on the same examples, whose answers are N rows of M tokens, with AdamW.
-"dense" computes every slot of a grid of --sub-max x --time-max with our own step, as a literal reading of the paper
-would.
-The systems take turns, each round in another order; times are medians, ratios the medians of each round's own ratio.
+All systems train the same T5 with AdamW on the same examples, whose answers are N rows of M tokens. "dense" computes
+every slot of a grid of --sub-max x --time-max with pipejax's step, which is a literal reading of the paper. The systems
+take turns, in another order in each round. Times are medians, and a ratio is the median of the ratios in the rounds.
 """
 
 import time
@@ -30,7 +29,7 @@ Step = Callable[[], float]  # makes one step and returns its seconds
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures the systems, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.train", description=__doc__)
     parser.add_argument("--model", choices=SIZES, default="base")
     parser.add_argument("--pattern", default="8x14", metavar="NxM")
@@ -38,13 +37,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", type=int, default=4, metavar="B", help="examples of a step (4)")
     parser.add_argument("--peers", default="", metavar="NAME,...", help="hf, or nothing")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", hhelp="threads of each system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of every system (0)")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout of each system (0)")
     parser.add_argument("--remat", choices=("none", "dots", "layers"), default="none")
     parser.add_argument("--sub-max", type=int, default=20, metavar="S", help="rows of the dense grid (20)")
     parser.add_argument("--time-max", type=int, default=50, metavar="T", help="time-steps of the dense grid (50)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         mesh=MeshConfig(data=1),
     )
     pipelined = [grid.flatten(answer, delay=1, bos=0, eos=1) for answer in answers]
-    # The sequential target has the rows in one, a separator of one token between two.
+    # The sequential target has all rows in one, with a separator of one token between two rows.
     joined = [[[t for row in answer for t in (*row, 2)][:-1]] for answer in answers]
     sequential = [grid.flatten(answer, delay=1, bos=0, eos=1, final=False) for answer in joined]
     dense = [_dense(target, flags.sub_max, flags.time_max) for target in pipelined]
@@ -85,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     for turn in range(flags.rounds + 1):
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             took = systems[name]()
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 seconds[name].append(took)
             progress.add(1)
     progress.close()
@@ -114,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dense(target: grid.Flat, sub_max: int, time_max: int) -> grid.Flat:
-    """The same target with a slot for each place on the grid."""
+    """The same target, with a slot for each place on the grid."""
     place = target.time * sub_max + target.row
     if place.max() >= sub_max * time_max or target.row.max() >= sub_max:
         raise ValueError(f"expected a pattern that a grid of {sub_max} x {time_max} holds")
@@ -164,7 +163,7 @@ def _torch(
             if isinstance(module, torch.nn.Dropout):
                 module.p = dropout
             elif hasattr(module, "dropout") and isinstance(module.dropout, float):
-                module.dropout = dropout  # of attention's weights
+                module.dropout = dropout  # dropout of the weights of attention
         optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, weight_decay=0.01)
         labels = torch.tensor([[*answer[0], 1] for answer in joined])
         ids = torch.tensor(source, dtype=torch.long)

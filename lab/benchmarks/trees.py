@@ -1,12 +1,12 @@
-"""Two trees of this project in turn, such as a branch and what it grew from: seconds of the encoder and of decoding.
+"""Times the encoder and decoding of two trees of this project, such as a branch and its origin, which take turns.
 
     python -m lab.benchmarks.trees OLD NEW --sources 2048,8x512,90+331+700 --weights int8 --rounds 9 --json OUT
 
-Each tree runs in a process of its own with the same random weights. They take turns, each round in the other order. A
-batch of sources is NxL, N of L tokens, or their lengths joined by "+"; every source has the same answer. Ratios are the
-medians of each round's own ratio, old over new, with the 95 % interval of the median if there are six rounds or more:
-above 1 the new tree is faster. `peak_mib` is the most memory that a
-process had up to the end of that batch.
+Each tree runs in a separate process with the same random weights. The trees take turns, in alternating order. A batch
+of sources is written NxL, N sources of L tokens, or as the lengths joined by "+". Every source has the same answer. A
+ratio is the median of the rounds' ratios of the old time to the new time, with the 95 % interval of the median if there
+are at least six rounds: the new tree is faster if the ratio is above 1. `peak_mib` is the peak memory of a process up
+to the end of the batch.
 """
 
 import json
@@ -22,25 +22,29 @@ from typing import Any
 
 import numpy as np
 
-WORKER = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r}, run_name='worker')"  # in a tree's directory
+WORKER = (
+    f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r}, run_name='worker')"  # runs in a tree's directory
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a line for each batch, writes JSON."""
+    """Measures the batches, prints a line for each, and writes JSON."""
     from lab.benchmarks.decode import rows_of
     from lab.benchmarks.systems import SIZES, SUFFIXES, Run, machine, median_interval, save
     from pipejax.system import cli
 
     parser = cli.Parser(prog="python -m lab.benchmarks.trees", description=__doc__)
-    parser.add_argument("old", metavar="OLD", help="a directory with pipejax/ and lab/")
+    parser.add_argument("old", metavar="OLD", help="a folder with pipejax/ and lab/")
     parser.add_argument("new", metavar="NEW", help="another one")
     parser.add_argument("--model", choices=SIZES, default="base")
-    parser.add_argument("--sources", default="512", metavar="BATCH,...", help="each L, NxL or L+L+... (512)")
+    parser.add_argument("--sources", default="512", metavar="BATCH,...", help="batches, each L, NxL or L+L+... (512)")
     parser.add_argument("--pattern", default="8x14", metavar="NxM", help="rows of an answer, as in decode (8x14)")
     parser.add_argument("--weights", choices=SUFFIXES, default="int8")
     parser.add_argument("--rounds", type=cli.whole_number(1), default=7, metavar="N")
-    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of each (2)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument(
+        "--threads", type=cli.whole_number(1), default=2, metavar="N", help="threads of each process (2)"
+    )
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     batches, rows = {text: lengths_of(text) for text in flags.sources.split(",")}, rows_of(flags.pattern)
@@ -49,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     for text, lengths in batches.items():
         runs: list[list[Run]] = [[], []]
         memory = [0.0, 0.0]
-        for number in range(flags.rounds + 1):  # the first compiles
+        for number in range(flags.rounds + 1):  # the first round compiles
             for which in (0, 1) if number % 2 else (1, 0):
                 *seconds, memory[which] = trees[which].ask([lengths, rows])
                 runs[which] += [Run(*seconds)] * bool(number)
@@ -88,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def lengths_of(text: str) -> list[int]:
-    """Lengths of the sources of a batch."""
+    """The lengths of the sources of a batch."""
     from pipejax.system.errors import UserError
 
     found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)|[1-9]\d*(?:\+[1-9]\d*)+", text)
@@ -108,7 +112,7 @@ class Tree:
         )
 
     def ask(self, what: Any) -> list[float]:
-        """Its answer to a batch."""
+        """Sends a batch to the process; returns its seconds and MiB."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
@@ -121,7 +125,7 @@ class Tree:
 
 
 def work(model: str, weights: str, threads: str) -> None:
-    """Answers each line, lengths of sources and of rows, with seconds of encoder and decoding and MiB at most."""
+    """Answers each line, with lengths of sources and of rows, by seconds of encoder and decoding and the peak MiB."""
     from lab.benchmarks import systems
     from pipejax.data.shapes import bucket
     from pipejax.decoding import Pipelined, Sequential

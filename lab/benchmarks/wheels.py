@@ -1,8 +1,9 @@
-"""Libraries that a machine without a network may lack, as wheels: collected on one machine, installed on the other.
+"""Collects wheels on a machine with a network, and installs those that are missing on a machine without one.
 
     python -m lab.benchmarks.wheels build/gpu-wheels [3.12]
 
-The other machine has JAX, Flax, Optax, Orbax, PyTorch and transformers, and whatever they bring. Standard library only.
+The machine without a network has JAX, Flax, Optax, Orbax, PyTorch and transformers, with the libraries that these
+require. The program needs only the standard library.
 """
 
 import importlib.metadata
@@ -16,24 +17,24 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("pytest", "grain", "sentencepiece")  # for the tests, for `pipejax train`, for T5's tokenizer
+NAMES = ("pytest", "grain", "sentencepiece")  # for the tests, `pipejax train`, and T5's tokenizer
 PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-MOST = 60e6  # bytes, of all wheels
+MOST = 60e6  # most bytes of all wheels together
 
 
 def pins() -> dict[str, str]:
-    """The version of each library in the requirements files, whatever its marker."""
+    """The version of each library in the requirements files, with any marker."""
     files = [ROOT / "requirements.txt", *sorted(ROOT.glob("requirements/*.txt"))]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
 
 
 def collect(directory: Path, python: str = PYTHON) -> int:
-    """Downloads the wheels, and those that they ask for, into an emptied directory; returns their bytes.
+    """Downloads the wheels, and the wheels that they require, into an emptied directory; returns their bytes.
 
     Raises:
-      ValueError: pip failed, or they are more than `MOST`.
+      ValueError: pip failed, or the wheels have more than `MOST` bytes.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -50,21 +51,21 @@ def collect(directory: Path, python: str = PYTHON) -> int:
 
 
 def install(directory: Path, site: Path, *, names: Sequence[str] = NAMES) -> dict[str, Any]:
-    """Installs what this Python lacks into an emptied directory for PYTHONPATH; returns what, and what failed.
+    """Installs missing libraries into an emptied directory for PYTHONPATH; returns installed and failed libraries.
 
-    pip decides which libraries a missing one needs: it knows the installed versions, and which ones fit this machine.
+    pip decides which libraries a missing one requires, since it knows the installed versions and this machine.
 
     Args:
-      directory: of the wheels.
-      site: where to install.
-      names: of libraries; what these ask for is installed as well.
+      directory: the directory of the wheels.
+      site: the directory to install into.
+      names: names of libraries; the libraries that these require are installed as well.
     """
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
     found: dict[str, Any] = {"installed": [], "failures": []}
     names = [name for name in names if not _is_installed(name)]
     if names and not directory.is_dir():
-        found["failures"].append(f"no wheels in {directory}: make gpu-wheels collects them where there is a network")
+        found["failures"].append(f"no wheels in {directory}: make gpu-wheels collects them on a machine with a network")
         return found
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     pip += [f"--find-links={directory}"]
@@ -97,7 +98,7 @@ def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 
 
 def _last(text: str) -> str:
-    """The last line that says something."""
+    """The last line that is not empty."""
     return ([line for line in text.splitlines() if line.strip()] or ["pip failed"])[-1][:300]
 
 

@@ -1,4 +1,4 @@
-"""The systems that pipejax is compared with, each a process of its own in an environment of its own.
+"""The systems that pipejax is compared with. Each runs in a separate process and in its own Python environment.
 
-Nothing here but `process` imports pipejax or JAX, as these environments have neither. `make venv-peers` builds them.
+Only `process` imports pipejax and JAX: the environments of the peers have neither. `make venv-peers` builds them.
 """

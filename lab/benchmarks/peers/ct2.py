@@ -1,4 +1,4 @@
-"""CTranslate2, greedy, float32 or int8 weights."""
+"""CTranslate2 as a peer: greedy decoding with float32 or int8 weights."""
 
 import os
 import time
@@ -13,16 +13,16 @@ KINDS = {"ct2-fp32": "float32", "ct2-int8": "int8", "ct2-int8-packed": "int8"}
 
 
 class CTranslate2:
-    """A translator of the model, whose words stand for ids.
+    """CTranslate2's translator with a model; its input and output are words instead of ids.
 
-    It encodes and decodes in one call, so the encoder's share is that of an answer of one token, less a step.
-    "ct2-int8-packed" packs the weights for its products, which it does for MKL's only: on a processor of another make
-    than Intel's it then asks for MKL as well.
+    It encodes and decodes in one call, so the time of the encoder is the time of an answer of one token, minus a step.
+    "ct2-int8-packed" packs the weights for the products. CTranslate2 packs for MKL only, so this variant also requests
+    MKL on processors that are not Intel's.
     """
 
     def __init__(self, name: str, directory: Path, *, threads: int) -> None:
-        """Converts the model, once, and loads it."""
-        if name == "ct2-int8-packed":  # the library reads this once in a process
+        """Converts the model if that has not been done yet, and loads it."""
+        if name == "ct2-int8-packed":  # the library reads these variables once in a process
             os.environ |= {"CT2_USE_EXPERIMENTAL_PACKED_GEMM": "1", "CT2_USE_MKL": "1"}
         import ctranslate2
 
@@ -37,9 +37,11 @@ class CTranslate2:
         self.translator = ctranslate2.Translator(str(target), device="cpu", **options)
 
     def run(self, source: list[list[int]], lengths: Sequence[int]) -> Answer:
-        """See `worker.Model`; an answer of another length than the first is an error."""
+        """See `worker.Model`; answers of different lengths are an error."""
         if len({*lengths}) > 1:
-            raise ValueError(f"lengths: found {sorted({*lengths})}; expected one, as CTranslate2 forces no more")
+            raise ValueError(
+                f"lengths: found {sorted({*lengths})}; expected one length, as CTranslate2 can force only one"
+            )
         words = [words_of(ids) for ids in source]
         begun = time.perf_counter()
         self.generate(words, 1)
@@ -51,7 +53,7 @@ class CTranslate2:
         return Answer(one - step, whole - one + step, [ids_of(row) for row in found])
 
     def generate(self, words: list[list[str]], length: int) -> list[list[str]]:
-        """Greedy answers of exactly this length."""
+        """Decodes greedy answers of exactly this length."""
         found = self.translator.translate_batch(
             words, beam_size=1, min_decoding_length=length, max_decoding_length=length, max_input_length=0
         )

@@ -1,4 +1,4 @@
-"""`generate` of transformers in PyTorch."""
+"""transformers as a peer: its `generate` in PyTorch."""
 
 import time
 import warnings
@@ -11,10 +11,10 @@ from lab.benchmarks.peers.worker import Answer
 
 
 class Generating:
-    """A model with transformers' `encoder` and `generate`, whosever it is."""
+    """Any model that has the `encoder` and the `generate` of transformers."""
 
     def __init__(self, model: Any, device: str = "cpu", **options: Any) -> None:
-        """`options` are those of `generate`."""
+        """Wraps a model. `options`: passed to `generate`."""
         import torch
 
         self.torch, self.model, self.device, self.options = torch, model, device, options
@@ -33,7 +33,7 @@ class Generating:
             return Answer(middle - begun, time.perf_counter() - middle, found)
 
     def generate(self, lengths: Sequence[int], **inputs: Any) -> list[list[int]]:
-        """Greedy answers of exactly these lengths, eos included."""
+        """Decodes greedy answers of exactly these lengths, eos included."""
         from transformers import LogitsProcessor, LogitsProcessorList
 
         ends = self.torch.tensor(lengths, device=self.device)
@@ -56,11 +56,11 @@ class Generating:
 
 
 class HuggingFace(Generating):
-    """PyTorch, which attends with its own fused kernel where transformers asks for it (SDPA).
+    """A model of transformers in PyTorch, which attends with its fused kernel if transformers requests it (SDPA).
 
-    "hf" is in the given dtype, "hf-bf16" in bfloat16, and "hf-int8" in float32 with PyTorch's dynamic int8 for all
-    matrices but the embedding, which PyTorch has for CPUs only. "hf-compiled" is "hf" with a static cache and a
-    decoder's step that torch.compile has compiled; on a CPU the encoder is compiled, too.
+    "hf" computes in the given dtype, "hf-bf16" in bfloat16, and "hf-int8" in float32 with PyTorch's dynamic int8 for
+    all matrices except the embedding (PyTorch has this for CPUs only). "hf-compiled" is "hf" with a static cache and a
+    decoder step that torch.compile has compiled; on a CPU the encoder is compiled, too.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class HuggingFace(Generating):
         model = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         super().__init__(model.to(device).eval(), device)
         if name == "hf-int8":
-            with warnings.catch_warnings():  # its successor is a library of its own
+            with warnings.catch_warnings():  # deprecated in favour of a separate library
                 warnings.simplefilter("ignore")
                 quantize: Any = torch.ao.quantization.quantize_dynamic
                 self.model = quantize(self.model, {torch.nn.Linear}, dtype=torch.qint8)
         if name == "hf-compiled":
             self.options = {"cache_implementation": "static"}
-            if device == "cpu":  # where transformers compiles only if it is told to
+            if device == "cpu":  # on a CPU transformers compiles only on request
                 compiling = CompileConfig(mode="default")
                 compiling._compile_all_devices = True
                 self.options["compile_config"] = compiling

@@ -1,7 +1,7 @@
-"""llama.cpp's T5 by the library of xllamacpp and the declarations of llama-cpp-py-sync: float32, or Q8_0 for matrices.
+"""llama.cpp as a peer, by xllamacpp's library and llama-cpp-py-sync's declarations: float32, or Q8_0 for matrices.
 
-It knows no cross-attention cache: the source's keys and values are computed anew at each token, and one example is
-decoded after the other.
+llama.cpp has no cache for cross-attention: it computes the keys and values of the source again for each token. Examples
+are decoded one after the other.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ FEED = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
 
 
 def name_of(parameter: str) -> str:
-    """Its name in a GGUF file: "encoder.block.3.layer.0.SelfAttention.q.weight" is "enc.blk.3.attn_q.weight"."""
+    """A parameter's name in GGUF: "encoder.block.3.layer.0.SelfAttention.q.weight" is "enc.blk.3.attn_q.weight"."""
     if parameter in ("shared.weight", "lm_head.weight"):
         return {"shared.weight": "token_embd.weight", "lm_head.weight": "output.weight"}[parameter]
     side, *inner = parameter.split(".")
@@ -41,18 +41,18 @@ def name_of(parameter: str) -> str:
 
 
 def parameters(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields each parameter of a directory of Hugging Face's once, with its name there."""
+    """Yields each parameter in a directory of a Hugging Face model once, with its name."""
     from safetensors import safe_open
 
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (no mapping)
+            for name in tensors.keys():  # noqa: SIM118  (`tensors` is no mapping)
                 if not name.endswith("embed_tokens.weight"):
                     yield name, tensors.get_tensor(name)
 
 
 def convert(directory: Path, file: Path, quantized: bool) -> None:
-    """Writes a GGUF file; matrices are held in Q8_0 if `quantized`."""
+    """Writes a GGUF file, with matrices in Q8_0 if `quantized`."""
     import gguf
 
     config = json.loads((directory / "config.json").read_text())
@@ -97,7 +97,7 @@ class LlamaCpp:
     """A model of llama.cpp, greedy."""
 
     def __init__(self, name: str, directory: Path, *, threads: int) -> None:
-        """Converts the model, once, and loads it."""
+        """Converts the model if that has not been done yet, and loads it."""
         import xllamacpp
         from llama_cpp_py_sync import _cffi_bindings as bindings
 
@@ -125,7 +125,7 @@ class LlamaCpp:
         return Answer(sum(x[0] for x in found), sum(x[1] for x in found), [x[2] for x in found])
 
     def _reserve(self, source: int, tokens: int) -> None:
-        """A context for so much, unless the one of before is as large."""
+        """Creates a context for this many tokens, unless the present context is large enough."""
         if self.context is None or source > self.holds[0] or tokens > self.holds[1]:
             if self.context is not None:
                 self.library.llama_free(self.context)

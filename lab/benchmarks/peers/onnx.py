@@ -1,4 +1,4 @@
-"""ONNX Runtime by optimum-onnx: float32, or its dynamic int8 for all products, scales by output channel."""
+"""ONNX Runtime as a peer, by optimum-onnx: float32, or dynamic int8 for all products with a scale for each channel."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from lab.benchmarks.peers.hugging_face import Generating
 
 
 def load(name: str, directory: Path, *, threads: int) -> Generating:
-    """Exports the model, once, and opens its sessions."""
+    """Exports the model if that has not been done yet, and opens its sessions."""
     import onnxruntime
     import torch
     from optimum.onnxruntime import ORTModelForSeq2SeqLM, ORTQuantizer

@@ -1,4 +1,4 @@
-"""OpenVINO by optimum-intel: weights in float32, or in int8 with whatever arithmetic OpenVINO chooses for them."""
+"""OpenVINO as a peer, by optimum-intel: weights in float32, or in int8 with the arithmetic that OpenVINO chooses."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,8 @@ from lab.benchmarks.peers.hugging_face import Generating
 
 
 def load(name: str, directory: Path, *, threads: int) -> Generating:
-    """Exports the model, once, and compiles it."""
-    # A torchvision for another kind of device than this PyTorch's breaks the import of transformers; a T5 needs none.
+    """Exports the model if that has not been done yet, and compiles it."""
+    # If torchvision is built for another kind of device than PyTorch, importing transformers fails; a T5 needs neither.
     sys.modules["torchvision"] = None  # type: ignore[assignment]
     import torch
     from optimum.intel import OVModelForSeq2SeqLM
@@ -22,7 +22,7 @@ def load(name: str, directory: Path, *, threads: int) -> Generating:
         ).save_pretrained(part),
     )
     options = {"INFERENCE_NUM_THREADS": str(threads), "PERFORMANCE_HINT": "LATENCY"}
-    if name == "openvino-fp32":  # where there is AMX it would else compute in bfloat16
+    if name == "openvino-fp32":  # on a processor with AMX it would compute in bfloat16 by default
         options["INFERENCE_PRECISION_HINT"] = "f32"
     return Generating(OVModelForSeq2SeqLM.from_pretrained(target, ov_config=options))
 

@@ -1,4 +1,4 @@
-"""Our side of a peer: a system like any other, whose process runs only while it is its turn."""
+"""The benchmark's side of a peer: a system whose process runs only during its turns."""
 
 import contextlib
 import json
@@ -18,16 +18,16 @@ from lab.benchmarks.systems import Rows, Run
 from pipejax.grid import sequential_steps
 
 ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENTS = ROOT / "build" / "peers"  # as the Makefile has it
+ENVIRONMENTS = ROOT / "build" / "peers"  # as in the Makefile
 PATIENCE = 1200.0  # seconds until a model is loaded, or a batch answered
 
 
 class Place(NamedTuple):
-    """Where a peer is at home."""
+    """The module and the Python environment of a peer."""
 
     module: str  # of this package
-    environment: str = ""  # in `ENVIRONMENTS`; none, or not there: this Python
-    batches: bool = True  # decodes a batch at once, not one example after the other
+    environment: str = ""  # folder in `ENVIRONMENTS`; "" or a missing folder: this Python
+    batches: bool = True  # whether it decodes a batch at once, and not one example after the other
 
 
 PEERS = {
@@ -40,25 +40,25 @@ PEERS = {
 
 
 def python_of(name: str) -> str:
-    """The interpreter of a peer."""
+    """The path of a peer's interpreter."""
     environment = PEERS[name].environment
     own = ENVIRONMENTS / environment / "bin" / "python"
     return str(own) if environment and own.exists() else sys.executable
 
 
 def torch_device() -> str:
-    """The device of PyTorch that is the one of ours."""
+    """PyTorch's name for the kind of device that JAX uses."""
     return "cuda" if jax.default_backend() == "gpu" else "cpu"
 
 
 class Process:
-    """A peer's process. It is stopped between its turns, so that nothing of it waits busily during those of others."""
+    """A peer's process. It is stopped between its turns, so that its threads do not spin during the turns of others."""
 
     def __init__(self, name: str, command: list[str], log: Path, *, batches: bool = True) -> None:
-        """Starts the command and waits until its model is loaded; what it says besides goes to the file `log`.
+        """Starts the command and waits until its model is loaded. Its other output goes to the file `log`.
 
         Raises:
-          RuntimeError: it did not load.
+          RuntimeError: the model was not loaded.
         """
         self.name, self.log, self.batches = name, log, batches
         with log.open("w") as said:
@@ -72,18 +72,18 @@ class Process:
             raise
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
-        """See `System`; one that knows no batches answers the first example, and its time is taken for each."""
+        """See `System`; a peer without batches answers the first example, and its time counts for each example."""
         times = 1 if self.batches else len(rows)
         lengths = [sequential_steps(r) for r in rows[: len(rows) // times]]
         found = self.answer(source[: len(lengths)].tolist(), lengths)
         return Run(times * found["encode_s"], times * found["decode_s"])
 
     def answer(self, source: list[list[int]], lengths: list[int]) -> Any:
-        """What `worker` writes of a batch.
+        """Sends a batch; returns the line that `worker` writes for it.
 
         Raises:
-          AssertionError: its answers have other lengths.
-          RuntimeError: it failed.
+          AssertionError: the answers have other lengths.
+          RuntimeError: the peer failed.
         """
         assert self.process.stdin
         self.process.send_signal(signal.SIGCONT)
@@ -94,7 +94,7 @@ class Process:
         return found
 
     def steps(self, rows: Rows) -> int:
-        """The most of any example."""
+        """The decoder steps of the longest answer."""
         return max(map(sequential_steps, rows))
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Process:
         self.process.communicate()
 
     def _read(self) -> Any:
-        """The next line, after which the process is stopped."""
+        """Reads the next line, and stops the process."""
         assert self.process.stdout
         late = threading.Timer(PATIENCE, self.process.kill)
         late.start()
@@ -111,8 +111,8 @@ class Process:
         late.cancel()
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)  # it may still be saying why
-            last = (self.log.read_text(errors="replace").splitlines() or ["it said nothing"])[-1]
+                self.process.wait(10)  # it may still be writing the reason
+            last = (self.log.read_text(errors="replace").splitlines() or ["it wrote nothing"])[-1]
             raise RuntimeError(f"the process ended ({last})")
         self.process.send_signal(signal.SIGSTOP)
         found = json.loads(line)
@@ -123,7 +123,7 @@ class Process:
 
 @contextlib.contextmanager
 def peer(name: str, directory: Path, *, threads: int, dtype: str = "float32") -> Iterator[Process]:
-    """One of `PEERS`, of what `systems.write` wrote; ends with the block. `dtype` is Hugging Face's."""
+    """A context with the process of one of `PEERS`, for a model of `systems.write`. `dtype`: for Hugging Face only."""
     place = PEERS[name]
     command = [python_of(name), "-m", f"{__package__}.{place.module}", name, str(directory)]
     command += ["--threads", str(threads), "--dtype", dtype, "--device", torch_device()]
@@ -135,5 +135,5 @@ def peer(name: str, directory: Path, *, threads: int, dtype: str = "float32") ->
 
 
 def check_lengths(found: list[list[Any]], wanted: list[int]) -> None:
-    """Raises an AssertionError if an answer has another length."""
+    """Raises an AssertionError if an answer does not have its wanted length."""
     assert [len(x) for x in found] == wanted, f"answers of {[len(x) for x in found]} tokens, not {wanted}"

@@ -1,9 +1,10 @@
-"""A training step of transformers' T5 in PyTorch, with the work of the step that `lab.benchmarks.steps` measures.
+"""Times a training step of transformers' T5 in PyTorch, with as much work as a step of `lab.benchmarks.steps`.
 
     python -m lab.benchmarks.peers.training --config configs/jsonl.py --models base --ways plain --json OUT
 
-Autocast to bfloat16, a batch in the config's parts, gradients clipped, AdamW (fused on a GPU), the config's dropout.
-The decoder gets as many tokens as ours has slots. `WAYS` says in which ways a user would run it.
+The step uses autocast to bfloat16, the config's batch in the config's parts, clipped gradients, AdamW (fused on a GPU),
+and the config's dropout. The decoder gets as many tokens as pipejax has slots. `WAYS` lists the ways in which users run
+transformers.
 """
 
 import time
@@ -27,14 +28,14 @@ WAYS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a line for each case, writes JSON after each."""
+    """Measures the cases, prints a line for each, and writes JSON after each."""
     parser = cli.Parser(prog="python -m lab.benchmarks.peers.training", description=__doc__)
     add_flags(parser)
     parser.add_argument("--ways", default=",".join(WAYS), metavar="NAME,...", help=f"of {', '.join(WAYS)} (all)")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     ways = names_of("--ways", flags.ways, WAYS)
-    jax.config.update("jax_platforms", "cpu")  # the GPU's memory is PyTorch's
+    jax.config.update("jax_platforms", "cpu")  # leaves the memory of the GPU to PyTorch
     chosen = cases(flags)
     import torch
     import transformers
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         for way in ways:
             try:
                 result = measured(config, way, device, flags.steps)
-            except Exception as error:  # out of memory, say: the others are measured all the same
+            except Exception as error:  # such as a lack of memory: the other cases are measured nevertheless
                 found["failures"].append(failure(name, config, WAYS[way], error))
             else:
                 peak = monitoring.peak(SimpleNamespace(device_kind=kind))
@@ -56,14 +57,14 @@ def main(argv: Sequence[str]) -> int:
                 found["results"].append({"system": WAYS[way], "model": name, **result, "utilisation": utilisation})
                 print("{system}, {model}, source {source}: {step_s:.3f} s a step".format(**found["results"][-1]))
             if device == "cuda":
-                torch.cuda.empty_cache()  # of a case that is over
+                torch.cuda.empty_cache()  # memory of a finished case
             if flags.json:
                 save(flags.json, found)
     return int(bool(found["failures"]))
 
 
 def measured(config: Config, way: str, device: str, steps: int) -> dict[str, Any]:
-    """Seconds of the last step and of the first, and the peak of the memory."""
+    """The seconds of the last step and of the first step, and the peak memory."""
     import torch
 
     if device == "cuda":
@@ -80,7 +81,7 @@ def measured(config: Config, way: str, device: str, steps: int) -> dict[str, Any
 
 
 def stepper(config: Config, way: str, device: str) -> Callable[[], float]:
-    """Makes a step at each call, and gives its seconds."""
+    """A function that makes a step and returns its seconds."""
     import torch
     from transformers import T5Config as Theirs
     from transformers import T5ForConditionalGeneration

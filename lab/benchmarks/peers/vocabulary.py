@@ -1,4 +1,4 @@
-"""The vocabulary of a benchmark's model: id i is "t<i>", but for the first ones."""
+"""The vocabulary of a benchmark's model: the word of id i is "t<i>", except for the first ids."""
 
 from collections.abc import Iterable
 

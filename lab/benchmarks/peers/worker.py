@@ -1,8 +1,8 @@
-"""The side of a peer: a process that answers batches, one line of JSON for each.
+"""The peer's side: a process that answers each batch with one line of JSON.
 
-It reads {"source": [[id, ...], ...], "lengths": [n, ...]}, sources of one length and the tokens that each answer is to
-have, and writes {"encode_s": seconds, "decode_s": seconds, "tokens": [[id, ...], ...]} or {"error": line}. Its first
-line, once the model is loaded, is {"versions": {library: version}} or {"error": line}. Other output goes to stderr.
+It reads {"source": [[id, ...], ...], "lengths": [n, ...]}, which are sources of one length and the number of tokens of
+each answer, and writes {"encode_s": seconds, "decode_s": seconds, "tokens": [[id, ...], ...]} or {"error": line}. After
+the model is loaded, its first line is {"versions": {library: version}} or {"error": line}. Other output goes to stderr.
 """
 
 import argparse
@@ -32,17 +32,17 @@ class Model(Protocol):
     """A loaded peer."""
 
     def run(self, source: list[list[int]], lengths: Sequence[int]) -> Answer:
-        """Greedy answers of these lengths to sources of one length, all token ids."""
+        """Decodes greedy answers of these lengths to sources of one length; sources and answers are token ids."""
 
 
 def serve(load: Callable[[argparse.Namespace], Model], *libraries: str) -> None:
-    """Loads the model that the command line names, and answers until its input ends.
+    """Loads the model that the command line names, and answers batches until the input ends.
 
     Args:
-      load: makes the model of `name`, `directory` (of Hugging Face's layout), `threads`, `dtype` and `device`.
-      libraries: that the first line gives the versions of.
+      load: makes the model from `name`, `directory` (in Hugging Face's layout), `threads`, `dtype` and `device`.
+      libraries: the libraries whose versions are in the first line.
     """
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # a process that is stopped would not see its input end
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # a stopped process does not see the end of its input
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("directory", type=Path)
@@ -51,10 +51,10 @@ def serve(load: Callable[[argparse.Namespace], Model], *libraries: str) -> None:
     parser.add_argument("--device", default="cpu")
     flags = parser.parse_args()
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # libraries print
+        os.dup2(2, 1)  # output of libraries goes to stderr
         try:
             model = load(flags)
-        except Exception as error:  # of whatever kind: the other side reports it
+        except Exception as error:  # any error: the other side reports it
             say(out, {"error": error_line(error)})
             sys.exit(1)
         say(out, {"versions": {name: importlib.metadata.version(name) for name in libraries}})
@@ -62,12 +62,12 @@ def serve(load: Callable[[argparse.Namespace], Model], *libraries: str) -> None:
             asked = json.loads(line)
             try:
                 say(out, model.run(asked["source"], asked["lengths"])._asdict())
-            except Exception as error:  # likewise
+            except Exception as error:  # any error, as above
                 say(out, {"error": error_line(error)})
 
 
 def converted(target: Path, convert: Callable[[Path], object]) -> Path:
-    """`target`, which `convert` has written unless it was there already; one that was cut off does not count."""
+    """Returns `target`, after `convert` has written it if it was missing. An interrupted conversion is repeated."""
     if not target.exists():
         part = target.with_name(target.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
@@ -77,11 +77,11 @@ def converted(target: Path, convert: Callable[[Path], object]) -> Path:
 
 
 def say(out: TextIO, value: object) -> None:
-    """Writes a line."""
+    """Writes a value as a line of JSON."""
     out.write(json.dumps(value) + "\n")
     out.flush()
 
 
 def error_line(error: Exception) -> str:
-    """An error in a line."""
+    """The type and the message of an error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
