@@ -102,6 +102,7 @@ def test_a_drafter_reads_parameters_and_outputs_of_the_encoder() -> None:
     assert count_drafts(given, drafting.decode(given, drafter=Ranked(odds=(0.98,)), batch_size=1)) > 20
 
 
+@pytest.mark.slow
 def test_new_weights_keep_the_parameters_of_the_drafter() -> None:
     """As evaluations in a training do, which free the weights between them."""
     drafting, given = opened(Ranked(), draft=f"{NAME}:Ranked", draft_checkpoint="given"), [[5, 9, 4, 1], [7, 2, 11, 1]]
@@ -133,6 +134,7 @@ class Whole(Ranked):
         return state, Draft(tokens, jnp.full_like(written.length, most), jnp.zeros_like(written.length))
 
 
+@pytest.mark.slow
 def test_what_a_drafter_reads_has_the_length_of_the_memory() -> None:
     """Sources of 40 and 60 tokens are padded to other lengths, and their memories to the same one."""
     drafting, plain = opened(Whole(), draft=f"{__name__}:Whole", draft_checkpoint="given"), opened(None)
@@ -144,6 +146,7 @@ def test_what_a_drafter_reads_has_the_length_of_the_memory() -> None:
         assert [record["row_ids"] for record in answers] == expected
 
 
+@pytest.mark.slow
 def test_a_drafter_that_reads_the_encoder_is_warmed_up() -> None:
     """At a length that is less than the length of its memory."""
     drafting = opened(Ranked(), draft=f"{NAME}:Ranked", draft_checkpoint="given")
@@ -201,6 +204,7 @@ def test_outputs_of_the_decoder_gave_the_newest_tokens(backend: Any) -> None:
     check_hidden(backend)
 
 
+@pytest.mark.slow
 def test_outputs_of_the_decoder_in_the_kernel_gave_the_newest_tokens(kernel: cpu_kernel.Level) -> None:
     check_hidden(OwnKernel("auto", kernel))
 
@@ -342,6 +346,7 @@ def test_a_named_drafter_is_opened_with_a_checkpoint(run: Path, kind: str) -> No
     assert [record["row_ids"] for record in other] == [record["row_ids"] for record in expected]
 
 
+@pytest.mark.slow
 def test_memory_of_drafted_programs_includes_the_encoder(run: Path) -> None:
     """The largest program of each kind is found in XLA's own analysis; programs of other strategies are left out."""
     named = {"decode.draft": f"{NAME}:RankedOnce", "decode.draft_checkpoint": str(run.parent)}

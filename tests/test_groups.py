@@ -82,7 +82,7 @@ def next_tokens_of(params: Any, encoded: np.ndarray, method: InGroups) -> oracle
 
 
 SETTINGS = [
-    InGroups(),
+    pytest.param(InGroups(), marks=pytest.mark.slow),
     InGroups(delay=1, common=1),
     pytest.param(InGroups(delay=1, size=2), marks=pytest.mark.slow),
     pytest.param(InGroups(delay=2, rows=5, common=1, size=2), marks=pytest.mark.slow),

@@ -46,7 +46,9 @@ def guesses(params: Any, encoded: np.ndarray, written: list[int], token: int, co
     return [int(np.argmax(line)) for line in logits[-count:]]
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["XLA", "kernel"])
+@pytest.mark.parametrize(
+    "native", [pytest.param(False, marks=pytest.mark.slow, id="XLA"), pytest.param(True, id="kernel")]
+)
 def test_a_drafter_gets_the_tokens_of_its_probes(native: bool, page: Any, request: pytest.FixtureRequest) -> None:
     """The next draft has exactly these tokens, computed without the drafts beside which the probes were fed."""
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA

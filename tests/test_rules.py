@@ -267,8 +267,8 @@ def test_decode_with_rules_equals_plain_python(grid: str, names: tuple[str, ...]
     "grid, drafter",
     [
         ("delay 1", FromModel(least=0.0)),
-        ("delay 2, literal", FromModel(least=0.0)),
-        ("one row", FromModel(least=0.0)),
+        pytest.param("delay 2, literal", FromModel(least=0.0), marks=slow),
+        pytest.param("one row", FromModel(least=0.0), marks=slow),
         pytest.param("delay 0", FromModel(least=0.0), marks=slow),
         *(pytest.param(grid, drafter, marks=slow) for grid in GRIDS for drafter in (Jacobi(), FromSource())),
     ],
@@ -295,10 +295,10 @@ NAMES = ((2, 3), (2, 4), (5,))  # the rows of GRIDS["delay 0"]
     "grid, prefixes, more",
     [
         ("delay 1", (), {}),
-        ("delay 1", NAMES, {}),
-        ("delay 1", (), {"by_row": True}),
+        pytest.param("delay 1", NAMES, {}, marks=slow),
+        pytest.param("delay 1", (), {"by_row": True}, marks=slow),
         ("delay 0", NAMES, {}),
-        ("one row", (), {"separators": (3,)}),
+        pytest.param("one row", (), {"separators": (3,)}, marks=slow),
         ("one row", (), {"separators": (3, 4), "by_row": True}),
         pytest.param("one row", ((2, 3, 4),), {}, marks=slow),
         pytest.param("delay 2, literal", (), {}, marks=slow),
@@ -314,7 +314,7 @@ def test_decode_without_repetition_equals_plain_python(grid: str, prefixes: Any,
 @pytest.mark.parametrize(
     "grid, prefixes, more, drafter",
     [
-        ("delay 1", NAMES, {}, FromModel(least=0.0)),
+        pytest.param("delay 1", NAMES, {}, FromModel(least=0.0), marks=slow),
         ("one row", (), {"separators": (3,), "by_row": True}, FromModel(least=0.0)),
         *(
             pytest.param(grid, prefixes, {}, drafter, marks=slow)

@@ -88,6 +88,7 @@ def test_file_may_contain_two_copies_of_the_token_table(tmp_path):
         read_hf(tmp_path)
 
 
+@pytest.mark.slow
 def test_transformers_reads_untied_head(tmp_path):
     """Beside it the decoder's table is the encoder's, which takes a config.json that ties."""
     model = dataclasses.replace(TINY, tied_head=False)

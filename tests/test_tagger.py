@@ -162,7 +162,15 @@ def random_example(rng: np.random.Generator, tags: SpanTags) -> tuple[list[list[
     return rows, source
 
 
-@pytest.mark.parametrize("tags, delay", [(FREE, 1), (FREE, 3), (NAMED, 0), (NAMED, 2)])
+@pytest.mark.parametrize(
+    "tags, delay",
+    [
+        pytest.param(FREE, 1, marks=pytest.mark.slow),
+        (FREE, 3),
+        pytest.param(NAMED, 0, marks=pytest.mark.slow),
+        (NAMED, 2),
+    ],
+)
 def test_the_loss_equals_plain_python(tags: SpanTags, delay: int) -> None:
     rng = np.random.default_rng(delay)
     examples = [random_example(rng, tags) for _ in range(8)]
@@ -182,7 +190,7 @@ def test_the_loss_equals_plain_python(tags: SpanTags, delay: int) -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("tags", [FREE, NAMED])
+@pytest.mark.parametrize("tags", [FREE, pytest.param(NAMED, marks=pytest.mark.slow)])
 def test_copies_that_fill_a_batch_do_not_count(tags: SpanTags) -> None:
     """Their targets have weight 0; `data.batches.fixed_batches` makes them."""
     examples = [random_example(np.random.default_rng(seed), tags) for seed in range(4)]

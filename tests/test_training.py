@@ -596,6 +596,7 @@ def test_dry_run_does_not_change_existing_run(finished, said):
     assert files_of(finished) == before and any("the dry run starts a new one elsewhere" in line for line in said)
 
 
+@pytest.mark.slow
 def test_dry_run_reports_loss_that_is_not_finite(tmp_path, said, monkeypatch):
     make_step = loop.Run.make_step
 

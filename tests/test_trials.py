@@ -219,6 +219,7 @@ def test_a_child_that_fails_harms_nothing(name: str, number: int, reason: str, l
     assert in_child(name, int(number)) == (XLA, reason, lasts)
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_ended(support: None) -> None:
     assert in_child("hang", 999, seconds=3) == (XLA, "their trial took more than 3 s", True)
 

@@ -26,6 +26,8 @@ from pipejax.inference.programs import decode_batch, encode_batch
 from pipejax.model.t5 import T5
 from support import oracle
 
+pytestmark = pytest.mark.slow
+
 SMALL = T5Config(
     vocab_size=11,
     d_model=32,
