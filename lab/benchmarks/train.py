@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", type=int, default=4, metavar="B", help="examples of a step (4)")
     parser.add_argument("--peers", default="", metavar="NAME,...", help="hf, or nothing")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", hhelp="threads of each system (2)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each system (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout of each system (0)")
     parser.add_argument("--remat", choices=("none", "dots", "layers"), default="none")

@@ -1,10 +1,10 @@
-"""The embedded task with each backbone: rows beside one row.
+"""Compares the pipelined and the sequential method on the embedded task with each backbone.
 
     python -m lab.experiments.backbones [--workdir runs/backbones] [--only NAME,...] [--set KEY=VALUE ...]
 
-Small models of each kind, of about the size of `make demo`'s T5, are trained with both methods for the same number
-of steps and evaluated on the same unseen documents. Prints a table and writes WORKDIR/backbones.json. What is finished
-is not trained again.
+Small models of each kind, of about the size of `make demo`'s T5, are trained with both methods for the same number of
+steps and evaluated on the same unseen documents. The command prints a table and writes WORKDIR/backbones.json. Finished
+runs are not trained again.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ BACKBONES: dict[str, Backbone] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains and evaluates what is not there yet, prints, writes."""
+    """Trains and evaluates missing models, prints the table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.experiments.backbones", description=__doc__)
     parser.add_argument("--workdir", default="runs/backbones", metavar="DIR", help="(runs/backbones)")
     parser.add_argument("--only", default=",".join(BACKBONES), metavar="NAME,...", help=f"of {', '.join(BACKBONES)}")

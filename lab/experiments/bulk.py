@@ -3,10 +3,10 @@
     python -m lab.experiments.bulk kills [--lines 20000] [--workers-killed 20] [--leaders-killed 5]
     python -m lab.experiments.bulk speed [--lines 40000] [--rounds 3]
 
-A tiny random T5 decodes short lines on this machine's CPU by two workers. After the kills, every record must be there
-once, its bytes those of `pipejax decode`; and no shard that was written when a leader died may be written again. The
-speed is that of the shards in the middle of a run, when all workers have compiled. Shards have 1,000 lines there, as
-those of `pipejax bulk` do, and 100 where workers are killed. Needs Linux, and pipejax[ray].
+A tiny random T5 decodes short lines by two workers on this machine's CPU. After the kills, every record must exist
+once, with the same bytes as in `pipejax decode`, and no shard that was complete when a leader died may have been
+written again. The speed is measured over the shards in the middle of a run, after all workers have compiled. Shards
+have 1,000 lines in `speed`, as in `pipejax bulk`, and 100 lines in `kills`. The command needs Linux and pipejax[ray].
 """
 
 import json
@@ -30,7 +30,7 @@ from pipejax.apps.bulk.shards import Output
 from pipejax.system import cli
 from support.descendants import descendants, workers
 
-PATIENCE = 600.0  # seconds until something must have happened
+PATIENCE = 600.0  # seconds after which a lack of progress is an error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,12 +41,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--block", type=cli.whole_number(1), metavar="N", help="lines of a shard")
     parser.add_argument("--workers-killed", type=cli.whole_number(0), default=20, metavar="N")
     parser.add_argument("--leaders-killed", type=cli.whole_number(0), default=5, metavar="N")
-    parser.add_argument("--rounds", type=cli.whole_number(1), default=3, metavar="N", help="of the speed")
+    parser.add_argument("--rounds", type=cli.whole_number(1), default=3, metavar="N", help="rounds of `speed`")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     flags = parser.parse_args(argv)
     lines, block = (20000, 100) if flags.part == "kills" else (40000, 1000)
     flags.lines, flags.block = flags.lines or lines, flags.block or block
-    # For all processes that are started. Ray's workers would have a niceness of 15, which other work would tell.
+    # For all processes. Ray's workers would have a niceness of 15, and other work on the machine would slow them down.
     os.environ |= {"JAX_PLATFORMS": "cpu", "RAY_worker_niceness": "0"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(folder: Path, lines: int, rng: random.Random) -> None:
-    """A checkpoint, and lines of 1 to 20 words in four files."""
+    """Writes a checkpoint, and lines of 1 to 20 words in four files."""
     import jax
     import numpy as np
 
@@ -75,7 +75,7 @@ def prepare(folder: Path, lines: int, rng: random.Random) -> None:
         decode=DecodeConfig(max_length=16),
     )
     demo.build_tokenizer(folder / "tokenizer")
-    noise = np.random.default_rng(0)  # T5's own random weights say nearly the same to all
+    noise = np.random.default_rng(0)  # with T5's usual random weights nearly all answers are equal
     params = jax.tree.map(lambda x: x + 0.5 * noise.normal(size=x.shape), model.init_params(jax.random.key(0)))
     checkpoint.save_params(folder / "checkpoint", config, params, tokenizer_source=folder / "tokenizer")
     notes = [example.source.split() for example in demo.examples("test")[:50]]
@@ -90,7 +90,7 @@ def prepare(folder: Path, lines: int, rng: random.Random) -> None:
 
 
 def kills(folder: Path, flags: Any) -> dict[str, Any]:
-    """Kills as many as are asked for, evenly over the work and at random moments; what came of it."""
+    """Kills workers and leaders at random moments, evenly over the work; returns the state of the output."""
     rng, output = random.Random(flags.seed), folder / "out"
     shards = -(-flags.lines // flags.block)
     victims = ["worker"] * flags.workers_killed + ["leader"] * flags.leaders_killed
@@ -106,7 +106,7 @@ def kills(folder: Path, flags: Any) -> dict[str, Any]:
             continue
         orphans += descendants(leader.pid)
         leader.kill()
-        leader.wait()  # the next one starts while the workers of this one may still be writing
+        leader.wait()  # the next leader starts while workers of this one may still write
         rewritten += sum(written(output).get(name) != facts for name, facts in kept.items())
         kept = written(output)
         leader = start(folder, output, flags)
@@ -135,14 +135,14 @@ def kills(folder: Path, flags: Any) -> dict[str, Any]:
 
 
 def start(folder: Path, output: Path, flags: Any) -> subprocess.Popen[bytes]:
-    """A leader at work."""
+    """Starts a leader."""
     command = [sys.executable, "-m", "pipejax", "bulk", "--checkpoint", str(folder / "checkpoint"), "--workers", "2"]
     command += ["--input", str(folder / "part*.jsonl"), "--output", str(output), "--block", str(flags.block)]
     return subprocess.Popen(command)
 
 
 def decoded(folder: Path, part: int) -> bytes:
-    """What `pipejax decode` writes for a file."""
+    """The bytes that `pipejax decode` writes for a file."""
     target = folder / f"expected{part}.jsonl"
     command = [sys.executable, "-m", "pipejax", "decode", "--checkpoint", str(folder / "checkpoint")]
     command += ["--input", str(folder / f"part{part}.jsonl"), "--output", str(target)]
@@ -151,7 +151,7 @@ def decoded(folder: Path, part: int) -> bytes:
 
 
 def written(output: Path) -> dict[str, tuple[int, int]]:
-    """The shards that are there: inode and time of the last change of each."""
+    """The inode and the time of the last change of each shard that is written."""
     found = {}
     for path in output.glob("shards/[!.]*"):
         facts = path.stat()
@@ -160,7 +160,7 @@ def written(output: Path) -> dict[str, tuple[int, int]]:
 
 
 def wait(output: Path, due: float, leader: subprocess.Popen[bytes]) -> list[int]:
-    """Waits until so many shards are written, and for a random moment after it; returns the workers that then live."""
+    """Waits until `due` shards are written, and a random time longer; returns the workers that are then alive."""
     begun = time.monotonic()
     while leader.poll() is None and time.monotonic() < begun + PATIENCE:
         if len(written(output)) >= due:
@@ -172,7 +172,7 @@ def wait(output: Path, due: float, leader: subprocess.Popen[bytes]) -> list[int]
 
 
 def alive(process: int) -> bool:
-    """Whether it runs: not ended, nor waiting for its parent to take note of its end."""
+    """Whether a process runs: it has not ended, and is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -183,12 +183,12 @@ def alive(process: int) -> bool:
 
 
 def speed(folder: Path, flags: Any) -> dict[str, Any]:
-    """Records a second of two actors and of two bare processes, in turn."""
+    """Measures the records per second of two actors and of two processes without Ray, which take turns."""
     from pipejax.apps.bulk import ray_pool
 
     rates: dict[str, list[float]] = {"two actors": [], "two processes": []}
     files = sorted(str(path) for path in folder.glob("part*.jsonl"))
-    for number in range(flags.rounds + 1):  # the first one compiles
+    for number in range(flags.rounds + 1):  # the first round compiles
         for name, pool in (("two actors", ray_pool.start(workers=2)), ("two processes", Processes())):
             output = folder / f"{name} {number}"
             work = bulk.BulkWork(str(folder / "checkpoint"), str(output), os.getcwd())
@@ -220,12 +220,12 @@ class Processes:
         return self.executor.submit(bulk.describe, work).result()
 
     def map(self, work: bulk.BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
-        """As `bulk.Worker` of each block."""
+        """Yields the result of `bulk.Worker` for each block."""
         return self.executor.map(_one, [work] * len(blocks), *zip(*blocks, strict=True))
 
 
 def _one(work: bulk.BulkWork, name: str, block: Block) -> dict[str, Any]:
-    """By the worker of this process."""
+    """Decodes a block with the worker of this process."""
     global _worker
     _worker = _worker or bulk.Worker(work)
     return _worker(name, block)

@@ -1,11 +1,11 @@
-"""The meter of dependence on tasks whose dependence is known: does it tell beforehand where rows will fail?
+"""Tests `pipejax probe` on tasks whose dependence is known: do its costs predict which rows fail after training?
 
     python -m lab.experiments.dependence --json docs/dependence.json [--workdir runs/probes] [--updates N]
 
-For each kind of `lab/experiments/probe_data.py` it trains the sequential model of `lab.experiments.probes`, asks
-`pipejax probe` about 512 unseen documents, and sets the cost of each Δt beside what training with it came to: the rows
-below the first that the sequential decoder has right and the pipelined one has wrong. What is trained is not trained
-again, and what is measured with as many updates is not measured again.
+For each kind of `lab/experiments/probe_data.py` the command trains the sequential model of `lab.experiments.probes`,
+runs `pipejax probe` on 512 unseen documents, and compares the cost of each Δt with the rows that training with this Δt
+loses: rows below the first that are correct for the sequential decoder and wrong for the pipelined one. Trained models
+are not trained again, and measurements with the same number of updates are not repeated.
 """
 
 import json
@@ -27,17 +27,19 @@ SEED = 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, measures, prints a table."""
+    """Trains and measures the models, and prints a table."""
     parser = cli.Parser(prog="python -m lab.experiments.dependence", description=__doc__)
-    parser.add_argument("--json", metavar="OUT", help="write all figures there")
-    parser.add_argument("--workdir", default="runs/probes", metavar="DIR", help="of the runs (default: runs/probes)")
-    parser.add_argument("--trained", default=str(TRAINED), metavar="FILE", help="what lab.experiments.probes wrote")
+    parser.add_argument("--json", metavar="OUT", help="file for all figures")
+    parser.add_argument(
+        "--workdir", default="runs/probes", metavar="DIR", help="folder of the runs (default: runs/probes)"
+    )
+    parser.add_argument("--trained", default=str(TRAINED), metavar="FILE", help="results of lab.experiments.probes")
     parser.add_argument(
         "--updates",
         type=cli.whole_number(0),
         default=probe_command.UPDATES,
         metavar="N",
-        help="that models learn first",
+        help="updates of the models",
     )
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
@@ -51,10 +53,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_gaps(path: str) -> dict[str, dict[str, list[float]]]:
-    """Rows lost by each kind with each Δt, in per cent: the mean over seeds, and the least.
+    """The percentages of rows that each kind loses with each Δt: the mean over seeds, and the least.
 
     Raises:
-      UserError: the file does not say it.
+      UserError: the file does not have these figures.
     """
     found = dict[str, dict[str, list[float]]]()
     try:
@@ -65,13 +67,13 @@ def read_gaps(path: str) -> dict[str, dict[str, list[float]]]:
             found[kind.name] = {"lost": [sum(one) / len(one) for one in lost], "least_lost": [min(one) for one in lost]}
     except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
         raise UserError(
-            f"--trained {path}", found=f"{error!r}", expected="what lab.experiments.probes writes"
+            f"--trained {path}", found=f"{error!r}", expected="results of lab.experiments.probes"
         ) from error
     return found
 
 
 def measure(kind: Kind, workdir: Path, updates: int) -> dict[str, Any]:
-    """The costs of a kind in nats by Δt: as they are, and with 0 for those that are not told from nothing."""
+    """Measures the costs of a kind in nats by Δt: all costs, and with 0 for costs that are not significant."""
     cell = probes.Cell(kind, 0, SEED)
     files = {split: workdir / f"{kind.name}{suffix}.jsonl" for split, suffix in (("train", ""), ("test", "-test"))}
     tokenizer, run = workdir / "tokenizer", workdir / cell.name
@@ -99,7 +101,7 @@ def measure(kind: Kind, workdir: Path, updates: int) -> dict[str, Any]:
 
 
 def correlations(kinds: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Spearman's between costs and lost rows, over all kinds and Δt."""
+    """Spearman's correlations between costs and lost rows, over all kinds and Δt."""
 
     def of(key: str) -> list[float]:
         return [number for found in kinds.values() for number in found[key]]
@@ -108,7 +110,7 @@ def correlations(kinds: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """The correlation of ranks, where equal numbers share the mean of theirs; 0 if all of one are equal."""
+    """The correlation of ranks. Equal numbers share their mean rank; it is 0 if all numbers of one are equal."""
 
     def centred(numbers: Sequence[float]) -> list[float]:
         ordered = sorted(numbers)
@@ -121,7 +123,7 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def report(found: dict[str, Any]) -> str:
-    """A Markdown table: the cost of each Δt, and beside it the rows lost in training."""
+    """A Markdown table with the cost of each Δt and the rows lost in training with it."""
     head = [f"Δt = {delay}: nats, rows lost" for delay in found["delays"]]
     lines = [f"| kind | {' | '.join(head)} | hidden |", "|---|" + "---|" * (len(head) + 1)]
     for name, one in found["kinds"].items():

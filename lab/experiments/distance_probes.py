@@ -1,9 +1,9 @@
-"""The probes under three distances: absolute times, as pipejax has them, times within the row, and the flattened text.
+"""Trains the probes with three distances: absolute times (pipejax's), times within the row, and the flattened text.
 
     python -m lab.experiments.distance_probes --json OUT [--kinds A,B] [--delays N,N] [--seeds N] [--set KEY=VALUE ...]
 
-Trains the models of `lab.experiments.probes`, each once a distance (`lab/experiments/distances.py`), and prints a
-Markdown table. What is finished is not trained again.
+The command trains each model of `lab.experiments.probes` with each distance (`lab/experiments/distances.py`), and
+prints a Markdown table. Finished runs are not trained again.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.system import cli
 
-TIME = "time"  # pipejax's own
-SAYS = {
+TIME = "time"  # pipejax's distance
+DESCRIPTIONS = {
     TIME: "absolute time-steps",
     "row": "times within the row",
     "linear": "the flattened text",
@@ -28,17 +28,17 @@ SAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell(probes.Cell):
-    """One training run."""
+    """A training run with one of the distances."""
 
     distance: str
 
     @property
     def name(self) -> str:
-        """A directory name."""
+        """The name of the run's directory."""
         return f"{super().name}-{self.distance}"
 
     def config(self, base: Config, data: Path, tokenizer: Path) -> Config:
-        """The settings of this run."""
+        """The config of this run."""
         config = super().config(base, data, tokenizer)
         if self.distance == TIME:
             return config
@@ -48,11 +48,13 @@ class Cell(probes.Cell):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, decodes, prints."""
+    """Trains and decodes, and prints the table."""
     known = {kind.name: kind for kind in KINDS}
     parser = cli.Parser(prog="python -m lab.experiments.distance_probes", description=__doc__)
-    parser.add_argument("--json", metavar="OUT", help="write all figures there")
-    parser.add_argument("--workdir", default="runs/distances", metavar="DIR", help="of the runs (runs/distances)")
+    parser.add_argument("--json", metavar="OUT", help="file for all figures")
+    parser.add_argument(
+        "--workdir", default="runs/distances", metavar="DIR", help="folder of the runs (runs/distances)"
+    )
     parser.add_argument("--kinds", default="running_total,copy_end", metavar="A,B", help=f"of {', '.join(known)}")
     parser.add_argument("--delays", default="1,4", metavar="N,N", help="Δt (default: 1,4)")
     parser.add_argument("--seeds", type=cli.whole_number(1), default=2, metavar="N", help="runs of each (default: 2)")
@@ -67,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         for seed in range(flags.seeds)
         for kind in kinds
         for delay in delays
-        for distance in SAYS
+        for distance in DESCRIPTIONS
     ]
     results = [
         {"distance": cell.distance, **found}
@@ -82,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: shares of right rows and answers: the mean over seeds, and its range."""
+    """A Markdown table with the shares of correct rows and answers: means over seeds, with their ranges."""
     found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for r in results:
         found.setdefault((r["kind"], r["delay"], r["distance"]), []).append(r)
@@ -92,7 +94,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
         for key in ("lower_rows", "documents"):
             values = [run[key] for run in runs]
             cells.append(f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})")
-        lines.append(f"| {kind} | {delay} | {SAYS[distance]} | {' | '.join(cells)} |")
+        lines.append(f"| {kind} | {delay} | {DESCRIPTIONS[distance]} | {' | '.join(cells)} |")
     return lines
 
 

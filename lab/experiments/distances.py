@@ -1,13 +1,14 @@
-"""Two other readings of the time in the paper's distance |t1 - t2| + |i1 - i2|, as a method and a backbone.
+"""Two alternatives to the paper's distance |t1 - t2| + |i1 - i2|, as a method and a backbone.
 
-The paper does not say whether t is the absolute time-step, as pipejax takes it, or the place within the row, nor why
-the order of the finished text is not asked instead. `row` is the Manhattan distance with places within rows. `linear`
-is the distance in the text as far as it is written: the number of tokens that the query sees between the key and
-itself, row after row, itself included. The final lengths of the rows above, which are still open, play no part: the
-distance of a key in them grows with them, in training as in decoding, since both know what a query sees.
+The paper does not define whether t is the absolute time-step, as in pipejax, or the place within the row. It also does
+not discuss the order of the finished text as an alternative. `row` is the Manhattan distance with places within rows.
+`linear` is the distance in the text that is written so far: the number of tokens that the query sees, row after row,
+from the key (excluded) to the query (included). The final lengths of the rows above do not matter, since these rows are
+still open: the distance of a key in such a row grows with the row. Training and decoding compute the same distance,
+since it depends only on the tokens that a query sees.
 
-Neither is a difference of two numbers, so the strategy's position keeps row and place apart, and the backbone takes
-them apart again.
+Neither distance is a difference of two numbers. Therefore the strategy encodes row and place in one position, and the
+backbone decodes them.
 """
 
 import dataclasses
@@ -24,15 +25,15 @@ from pipejax.model import t5
 from pipejax.system.fields import setting
 
 Array = jax.Array
-PITCH = 2**12  # positions of a row: more than it has places
+PITCH = 2**12  # positions of a row, more than the places that it can have
 DISTANCES = ("row", "linear")
 
 
 class Steps(decoding.Pipelined):
-    """Algorithm 1 with positions that keep row and place apart."""
+    """Algorithm 1 with positions that encode row and place."""
 
     def position(self, row: grid.Numbers, time: grid.Numbers) -> grid.Numbers:
-        """The place within the row in the lower digits."""
+        """The position: `PITCH` times the row, plus the place within the row."""
         return row * PITCH + time - self.start(row)
 
 
@@ -41,8 +42,8 @@ class Places(Method):
     """The pipelined method with the positions of `Steps`; its backbone is a `DistanceConfig`."""
 
     delay: int = setting(1, least=1)  # time-steps between the starts of two rows
-    rows: int = setting(20, least=1)  # at the most
-    times: int = setting(50, least=1, most=PITCH - 1)  # time-steps at the most
+    rows: int = setting(20, least=1)  # most rows
+    times: int = setting(50, least=1, most=PITCH - 1)  # most time-steps
 
     name: ClassVar[str] = "places"
 
@@ -64,24 +65,24 @@ class Places(Method):
 
 
 def within_rows(query: Array, key: Array) -> Array:
-    """i32 [B, Q, C], the Manhattan distance of positions [B, Q] and [B, C]; any number where a query does not see."""
+    """The Manhattan distances i32 [B, Q, C] of positions [B, Q] and [B, C]; arbitrary for keys that are not visible."""
     of_query, of_key = query[:, :, None], key[:, None]
     return abs(of_query // PITCH - of_key // PITCH) + abs(of_query % PITCH - of_key % PITCH)
 
 
 def linear(mask: Array, key: Array) -> Array:
-    """i32 [B, Q, C], the tokens that a query sees after each key, by mask [B, Q, C] and positions [B, C]."""
-    later = key[:, None] > key[:, :, None]  # [B, C, the later ones]
+    """The number i32 [B, Q, C] of tokens that a query sees after each key; `mask` is [B, Q, C], `key` is [B, C]."""
+    later = key[:, None] > key[:, :, None]  # [B, C, C]: the last axis is the later key
     return jnp.einsum("bqc,bkc->bqk", mask.astype(jnp.int32), later.astype(jnp.int32))
 
 
 class Decoder(t5.Decoder):
-    """The T5's, with another distance."""
+    """The decoder of a T5 with another distance."""
 
     config: "DistanceConfig"
 
     def bias(self, mask: Array, query: Array, key: Array) -> Any:
-        """f32 [B, H, Q, C]."""
+        """The bias f32 [B, H, Q, C] of the distances."""
         apart = within_rows(query, key) if self.config.distance == "row" else linear(mask, key)
         size = len(apart)
         found = self.relative_bias(apart.reshape(size, -1), jnp.zeros((size, 1), jnp.int32))
@@ -101,5 +102,5 @@ class DistanceConfig(T5Config):
     distance: str = setting("row", choices=DISTANCES)
 
     def module(self, **options: Any) -> DistanceT5:
-        """The module, for a dtype and other options of training."""
+        """Returns the module for a dtype and other options of training."""
         return DistanceT5(self, **options)

@@ -1,11 +1,11 @@
-"""How many decoder calls drafts save on real answers, if the model is perfect: a simulation, and the product itself.
+"""Counts the decoder calls that drafts save on real answers with a perfect model: by a simulation, and by pipejax.
 
     PIPEJAX_DATA=DIR python -m lab.experiments.drafts [--examples N] [--draft source] [--json FILE]
 
 DIR holds the data sets below as JSON lines with "source" and "targets", and T5's tokenizer in t5_tokenizer/. The model
-writes the gold rows, whatever it is asked. The simulation is in plain lists: the plainest drafter, which looks the last
-three, two or one tokens of a row up in the source and proposes the eight tokens after the first place. The product's
-calls are counted in its own decoding loop (`tests/support/scripted.py`).
+always writes the gold rows. The simulation uses plain lists and the simplest drafter: it searches the source for the
+last three, two or one tokens of a row, and proposes the eight tokens after the first place found. The calls of pipejax
+are counted in its decoding loop (`tests/support/scripted.py`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from support import scripted
 
 BOS, EOS, MAX_SOURCE, TOKENS = 0, 1, 2048, 8
 Row = list[int]
-Guess = Callable[[Sequence[int]], Sequence[int]]  # of the tokens of a row: how it may go on
+Guess = Callable[[Sequence[int]], Sequence[int]]  # maps the tokens of a row to proposed next tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Example:
 
 
 def lookup(source: Sequence[int]) -> Guess:
-    """The plainest drafter."""
+    """The simplest drafter: it copies the tokens after the first match in the source."""
     first: dict[tuple[int, ...], int] = {}
     for size in (1, 2, 3):
         for i in range(len(source) - size):
@@ -73,10 +73,10 @@ def lookup(source: Sequence[int]) -> Guess:
 
 
 def simulated(rows: Sequence[Sequence[int]], drafts: Guess, *, delay: int = 1) -> int:
-    """Decoder calls for rows that end in eos, an empty one included: all that start.
+    """The number of decoder calls for `rows`, which end in eos and include the empty row.
 
-    An answer at time t counts if the row's own drafts and those of all open rows before it are right up to t; a row
-    starts in the call in which all rows before it are written up to its start.
+    A token at time t is accepted if the drafts of its row and of all open rows above it are correct up to t. A row
+    starts in the call in which all rows above it are written up to its start.
     """
     length: list[int] = []
     calls = 0
@@ -105,7 +105,7 @@ def simulated(rows: Sequence[Sequence[int]], drafts: Guess, *, delay: int = 1) -
 
 
 def product(strategy: Pipelined | Sequential, draft: str, examples: Sequence[tuple[Row, list[Row]]]) -> float:
-    """Mean decoder calls of the product's own loop."""
+    """The mean number of decoder calls in pipejax's decoding loop."""
     drafted = with_drafts(strategy, Drafts(drafters.make(draft), TOKENS))
     length = max(len(source) for source, _ in examples)
     width = max(len(row) + 1 for _, rows in examples for row in rows)
@@ -115,13 +115,13 @@ def product(strategy: Pipelined | Sequential, draft: str, examples: Sequence[tup
         wanted = [row for row in rows if row]
         if [ids[:n].tolist() for ids, n in zip(found.tokens[0], found.lengths[0], strict=True) if n] != wanted:
             raise AssertionError("drafts changed an answer")
-        assert found.calls is not None, "with drafts they are counted"
+        assert found.calls is not None, "calls are counted if there are drafts"
         calls += int(found.calls[0])
     return calls / len(examples)
 
 
 def read(data: Path, which: DataSet, tokenizer: Tokenizer, count: int) -> list[Example]:
-    """The first examples that have an answer."""
+    """Reads the first examples that have an answer."""
     found = []
     records: Iterable[tuple[str, Any]] = read_records(data / which.path)
     for _, record in records:
@@ -135,7 +135,7 @@ def read(data: Path, which: DataSet, tokenizer: Tokenizer, count: int) -> list[E
 
 
 def measure(examples: Sequence[Example], draft: str) -> dict[str, float]:
-    """Mean decoder calls an answer."""
+    """The mean numbers of decoder calls for an answer, by decoder."""
     rows = [[*([*row, EOS] for row in e.rows), [EOS]] for e in examples]
     tokens = [[[*e.sequential, EOS]] for e in examples]
     time_max = max(grid.start(i, 1) + len(row) for each in rows for i, row in enumerate(each)) + 1
@@ -165,15 +165,17 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table."""
+    """Measures the data sets, and prints the table."""
     parser = cli.Parser(prog="python -m lab.experiments.drafts", description=__doc__)
     parser.add_argument(
-        "--examples", type=cli.whole_number(1, 10**6), metavar="N", help="of each data set, at the most"
+        "--examples", type=cli.whole_number(1, 10**6), metavar="N", help="most examples of each data set"
     )
     drafters_alone = [name for name in DRAFTS[1:] if not drafters.wants(drafters.make(name), "parameters")]
-    parser.add_argument("--draft", choices=drafters_alone, default="source", help="the product's drafter")
-    parser.add_argument("--only", metavar="TEXT", default="", help="data sets whose name holds this")
-    parser.add_argument("--json", metavar="FILE", help="the figures, too")
+    parser.add_argument("--draft", choices=drafters_alone, default="source", help="pipejax's drafter")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="measure only data sets whose names contain this text"
+    )
+    parser.add_argument("--json", metavar="FILE", help="file for all figures")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     data = real_data.directory()

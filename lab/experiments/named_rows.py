@@ -1,12 +1,12 @@
-"""Ten fields of a document in one decode: rows that start together and are named, beside the other decoders.
+"""Extracts ten fields of a document in one decode, with named rows that start together and with other decoders.
 
     python -m lab.experiments.named_rows [--workdir runs/named_rows] [--set KEY=VALUE ...]
 
-A generated letter tells ten things in any order, each in a sentence; about one in seven is left out. The answer has a
-row for each field, in a given order: "sender: anna berg", or "gift: none". The same small model is trained for the same
-number of steps to write these rows one after the other, one step apart (grid.delay=1), and all at once (grid.delay=0
-with grid.row_names). Prints a table and writes all figures to WORKDIR/named_rows.json. What is finished is not trained
-again.
+A generated letter has one sentence for each of ten fields, in random order; about one sentence in seven is left out.
+The answer has a row for each field, in a given order: "sender: anna berg", or "gift: none". The same small model is
+trained for the same number of steps to write these rows one after the other, one step apart (grid.delay=1), and all at
+once (grid.delay=0 with grid.row_names). The command prints a table and writes all figures to WORKDIR/named_rows.json.
+Finished runs are not trained again.
 """
 
 import json
@@ -28,8 +28,8 @@ from pipejax.inference.loading import load as open_run
 from pipejax.system import cli
 from pipejax.training.loop import fit
 
-# What the words of each field are drawn from, one list after the other. No word is in two fields: a small model learns
-# in minutes to find such words and to copy them.
+# The values of each field: one word is drawn from each list. No word is in two fields, so that a small model learns to
+# find these words and to copy them within minutes.
 FIELDS = {
     "sender": ("anna bela carl dora emil frida gustav hanna", "berg holm lund strand dahl falk vik nord"),
     "receiver": ("north south west east royal free", "bank mill school library theatre museum"),
@@ -43,7 +43,7 @@ FIELDS = {
     "fee": ("half double full reduced", "rate"),
 }
 NAMES = tuple(f"{field}:" for field in FIELDS)
-NONE, ABSENT = "none", 1 / 7  # what stands for a field that is left out, and how many are
+NONE, ABSENT = "none", 1 / 7  # the value of a missing field, and the share of missing fields
 WORDS = (
     ".",
     "the",
@@ -83,32 +83,32 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def examples(split: str) -> list[Example]:
-    """Those of "train" or "test"."""
+    """The examples of the split "train" or "test"."""
     chance, found = random.Random(split), list[Example]()
     for number in range(EXAMPLES[split]):
         values = {
             field: "" if chance.random() < ABSENT else " ".join(chance.choice(words.split()) for words in lists)
             for field, lists in FIELDS.items()
         }
-        said = [f"the {field} is {value} ." for field, value in values.items() if value]
-        chance.shuffle(said)
+        sentences = [f"the {field} is {value} ." for field, value in values.items() if value]
+        chance.shuffle(sentences)
         rows = tuple(f"{field}: {value or NONE}" for field, value in values.items())
-        found.append(Example(f"{split}-{number}", " ".join(said), rows))
+        found.append(Example(f"{split}-{number}", " ".join(sentences), rows))
     return found
 
 
 def well_formed(record: Record) -> bool:
-    """Whether each row begins with its name, in order, and nothing was cut."""
+    """Whether the rows begin with the names in order, and no row was truncated."""
     rows = texts(record)
     named = len(rows) == len(NAMES) and all(row.startswith(f"{name} ") for row, name in zip(rows, NAMES, strict=True))
     return named and record["truncated"] is None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, decodes, prints."""
+    """Trains and decodes, and prints the table."""
     parser = cli.Parser(prog="python -m lab.experiments.named_rows", description=__doc__)
     parser.add_argument(
-        "--workdir", default="runs/named_rows", metavar="DIR", help="of the runs (default: %(default)s)"
+        "--workdir", default="runs/named_rows", metavar="DIR", help="folder of the runs (default: %(default)s)"
     )
     parser.add_overrides("override a setting of all runs, such as train.steps=3000 (repeatable)")
     flags = parser.parse_args(argv)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         if code := fit(config, directory, given={"train": train, "dev": []}):
             return code
         generators[name] = open_run(directory)
-        if name == "delay 1":  # the same weights, told how their rows begin
+        if name == "delay 1":  # the same weights, with the names of rows given
             generators["delay 1, named"] = open_run(directory, overrides=[f"grid.row_names={json.dumps(NAMES)}"])
     results, records = compare(generators, test)
     for name, result in results.items():
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Markdown, a line a decoder."""
+    """A Markdown table with a line for each decoder."""
     lines = [
         "| decoder | rows right, F1 | whole documents right, % | well-formed | steps | ms a document | speed-up |",
         "|---|---|---|---|---|---|---|",
@@ -153,10 +153,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def simulated(test: Sequence[Example]) -> dict[str, float]:
-    """Steps that a perfect model takes for the targets, when rows start by other rules (mean of the documents).
+    """The mean steps of a perfect model for the targets, if rows start by other rules.
 
-    A row that starts adaptively does so when the row above has written something: its name, the first word after it,
-    or all of it.
+    By an adaptive rule, a row starts as soon as the row above has written its name, its first word after the name, or
+    all of its tokens.
     """
     rows = [[len(row.split()) for row in example.targets] for example in test]
     bounds = {"sub_max": len(NAMES), "time_max": 10**6}
@@ -171,13 +171,13 @@ def simulated(test: Sequence[Example]) -> dict[str, float]:
 
 
 def _adaptive(lengths: Sequence[int], waits: Callable[[int], int]) -> int:
-    """Steps when a row waits until so many tokens of the one above are written."""
+    """The steps for rows of these lengths, if a row starts after `waits(length)` tokens of the row above."""
     starts = [sum(map(waits, lengths[:i])) for i in range(len(lengths))]
     return max(begun + length + 1 for begun, length in zip(starts, lengths, strict=True))
 
 
 def steps_table(found: dict[str, float]) -> str:
-    """Markdown."""
+    """A Markdown table of the steps, with a line for each rule."""
     return "\n".join(["| a row starts | steps |", "|---|---|", *(f"| {k} | {v:.2f} |" for k, v in found.items())])
 
 

@@ -1,4 +1,4 @@
-r"""A T5 where none can be had: random weights that soon learn to copy, a tokenizer, examples without labels.
+r"""Makes the files to pretrain a small T5 without published weights: initial weights, a tokenizer, and examples.
 
     python -m lab.experiments.pretraining --output DIR texts.jsonl.gz ...     # lines with a "source"; no test splits
     python train.py --config configs/copying.py --workdir DIR/words --set train.init_from=DIR/start \
@@ -6,11 +6,12 @@ r"""A T5 where none can be had: random weights that soon learn to copy, a tokeni
     python train.py --config configs/copying.py --workdir DIR/run --set train.init_from=DIR/words \
         --set data.train=DIR/train.jsonl --set data.dev=DIR/dev.jsonl
 
-A few thousand labelled documents do not teach random weights to copy. Their texts do. First random words, to be written
-again: nothing but copying helps there. Then two examples of every stretch of a document, with the templates of the
-published tasks: "Title: ... Context: ..." asks for the phrases that are frequent in the document and rare elsewhere,
-in order of appearance; "summarize: ..." asks for the first sentences. Each target is one row, as an ordinary T5 writes
-it and as the paper's were pretrained: the sequential method goes on in the form it knows, rows are new.
+A few thousand labelled documents do not teach random weights to copy, but the texts of these documents do. The model
+first trains on random words, whose target is the source: only copying helps there. Then it trains on two examples of
+every stretch of a document, with the templates of the published tasks: the target for "Title: ... Context: ..." has the
+phrases that are frequent in the document and rare elsewhere, in order of appearance; the target for "summarize: ..."
+has the first sentences. Each target is one row, as in the pretraining of T5: the sequential method continues in the
+form of the pretraining, and rows are new.
 """
 
 import dataclasses
@@ -43,19 +44,21 @@ from pipejax.system.files import write_text
 from pipejax.system.progress import Progress
 
 ROOT = Path(__file__).parents[2]
-STRETCH = 64  # words of a source, at the most, but for the template's
-PHRASES, SENTENCES = 5, 2  # of a target, at the most
-COMMON = 200  # words, by the documents they stand in, that begin and end no phrase
-DEV = 200  # one document in so many is kept for the loss on unseen text
-PREFERENCE = 4.0  # of a head for one neighbour, added to its bias: e^4 = 55 times as likely as any other
+STRETCH = 64  # most words of a source, without the template
+PHRASES, SENTENCES = 5, 2  # most phrases and sentences of a target
+COMMON = 200  # the words in the most documents, with which no phrase begins or ends
+DEV = 200  # one document in 200 is kept for the loss on unseen text
+PREFERENCE = 4.0  # added to a head's bias for one neighbour, which makes it e^4 = 55 times as likely as others
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads texts; writes DIR/start and DIR/words.jsonl, train.jsonl, dev.jsonl."""
+    """Reads texts; writes DIR/start and the files words.jsonl, train.jsonl and dev.jsonl in DIR."""
     parser = cli.Parser(prog="python -m lab.experiments.pretraining", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help='JSON lines, or JSON lines in gzip, with a "source"')
-    parser.add_argument("--output", required=True, metavar="DIR", help="where weights and examples go")
-    parser.add_argument("--config", default=str(ROOT / "configs/copying.py"), help="with the model (default: copying)")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for weights and examples")
+    parser.add_argument(
+        "--config", default=str(ROOT / "configs/copying.py"), help="config with the model (default: copying)"
+    )
     flags = parser.parse_args(argv)
     output, config = Path(flags.output), config_lib.load(flags.config)
     if not isinstance(config.model, T5Config):
@@ -87,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
             write_text(output / f"{split}.jsonl", "\n".join(lines) + "\n")
     except OSError as error:
         raise UserError(f"--output {output}", f"cannot be written ({error.strerror})") from error
-    with tempfile.TemporaryDirectory() as scratch:  # last: once they are there, the command is done
+    with tempfile.TemporaryDirectory() as scratch:  # the weights are written last: they mark the output as complete
         learn_tokenizer(documents, config.model.vocab_size).save(Path(scratch) / "tokenizer")
         untrained = dataclasses.replace(config, train=dataclasses.replace(config.train, method="none"))
         save_params(output / "start", untrained, weights(config.model), tokenizer_source=Path(scratch) / "tokenizer")
@@ -96,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: str) -> Iterator[str]:
-    """The sources of a file."""
+    """Yields the sources in a file."""
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             for place, value in read_objects(file, path):
@@ -106,16 +109,16 @@ def read(path: str) -> Iterator[str]:
 
 
 def weights(model: T5Config) -> Any:
-    """Random weights, but for some heads that look at neighbours from the start.
+    """Draws random weights, with some heads that attend to neighbours from the start.
 
-    Only cross-attention can copy, and it knows no positions: it can find the place to go on from if the encoder's token
-    there has looked at the one before. That takes a bias of its own, and Adam moves a bias by no more than the learning
-    rate an update: thousands of updates from zero. In the encoder the first head looks to the left, the second to
-    the right, the third at the token itself; in the decoder the first looks at the token itself, the second at the one
-    before.
+    Only cross-attention can copy, and it has no positions: it finds the next token to copy only if the encoder has put
+    the previous token into the vector of that token. A head needs a bias for this, and Adam moves a bias by at most the
+    learning rate in an update: from zero this takes thousands of updates. In the encoder the first head attends to the
+    left neighbour, the second to the right neighbour, and the third to the token itself; in the decoder the first
+    attends to the token itself, and the second to the previous token.
     """
     params = jax.device_get(model.init_params(jax.random.key(0)))
-    after = model.relative_attention_num_buckets // 2  # the encoder's buckets of keys that come after the query
+    after = model.relative_attention_num_buckets // 2  # the encoder's first bucket for keys after the query
     for stack, seen in (("encoder", (1, after + 1, 0)), ("decoder", (0, 1))):
         bias = np.array(params[stack]["relative_bias"]["embedding"])  # [buckets, heads]
         for head, bucket in zip(range(bias.shape[1]), seen, strict=False):
@@ -125,7 +128,7 @@ def weights(model: T5Config) -> Any:
 
 
 def learn_tokenizer(documents: Iterable[str], size: int) -> Tokenizer:
-    """Pieces of lower-cased text by the unigram model (Kudo 2018), with T5's special tokens at T5's ids."""
+    """Learns pieces of lower-cased text by the unigram model (Kudo 2018), with T5's special tokens at T5's ids."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -138,13 +141,13 @@ def learn_tokenizer(documents: Iterable[str], size: int) -> Tokenizer:
         vocab_size=size, special_tokens=special, unk_token="<unk>", initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(documents, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])  # as T5's
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])  # as in T5
     names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
     return Tokenizer(import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend, **names))
 
 
 def document_frequencies(documents: Iterable[str]) -> Counter[str]:
-    """In how many documents each word stands; words in order of appearance, so that ties are the same in each run."""
+    """The number of documents with each word. Words are in order of appearance, so that ties are equal in all runs."""
     counts: Counter[str] = Counter()
     for document in documents:
         counts.update(dict.fromkeys(words_of(document), 1))
@@ -152,7 +155,7 @@ def document_frequencies(documents: Iterable[str]) -> Counter[str]:
 
 
 def examples(documents: Sequence[str], counts: Counter[str]) -> Iterator[list[tuple[str, str, str]]]:
-    """Yields each document's examples, given its words' document frequencies: ("STRETCH/KIND", source, target)."""
+    """Yields the examples ("STRETCH/KIND", source, target) of each document, from the document frequencies of words."""
     common = {word for word, _ in counts.most_common(COMMON)}
     rarity = {word: math.log(len(documents) / count) for word, count in counts.items()}
     for document in documents:
@@ -168,7 +171,7 @@ def examples(documents: Sequence[str], counts: Counter[str]) -> Iterator[list[tu
 
 
 def random_words(counts: Counter[str], *, count: int = 10_000, known: int = 20_000) -> Iterator[str]:
-    """Yields `count` texts of 6 to 14 words, each drawn alike from the `known` words that stand in most documents."""
+    """Yields `count` texts of 6 to 14 words, drawn uniformly from the `known` words that are in the most documents."""
     words = [word for word, _ in counts.most_common() if word.isalpha()][:known]
     chance = random.Random(0)
     for _ in range(count):
@@ -176,14 +179,15 @@ def random_words(counts: Counter[str], *, count: int = 10_000, known: int = 20_0
 
 
 def words_of(document: str) -> list[str]:
-    """Lower-cased words, and each mark of punctuation by itself."""
+    """Splits a document into lower-cased words and single punctuation marks."""
     return re.findall(r"\w+(?:[-']\w+)*|[^\w\s]", document.lower())
 
 
 def phrases_of(words: Sequence[str], common: set[str], rarity: dict[str, float]) -> dict[tuple[str, ...], float]:
-    """Phrases of one to three words that stand in the document more than once, and how much they say of it.
+    """The weights of phrases of one to three words that occur in the document more than once.
 
-    That is their count times the sum of their words' rarity, the logarithm of the documents for one that has the word.
+    The weight is the count of the phrase times the sum of the rarities of its words. The rarity of a word is the
+    logarithm of the number of documents divided by the number of documents with the word.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     for length in (1, 2, 3):
@@ -195,7 +199,7 @@ def phrases_of(words: Sequence[str], common: set[str], rarity: dict[str, float])
 
 
 def best(source: str, phrases: dict[tuple[str, ...], float]) -> list[str]:
-    """The phrases in the source that say most, as they first appear; no two share a word."""
+    """The phrases in the source with the largest weights, in order of appearance; no two share a word."""
     words = words_of(source)
     first: dict[tuple[str, ...], int] = {}
     for length in (3, 2, 1):
@@ -210,7 +214,7 @@ def best(source: str, phrases: dict[tuple[str, ...], float]) -> list[str]:
 
 
 def stretches(document: str) -> Iterator[list[str]]:
-    """Runs of two or more successive sentences, of at most STRETCH words; none of more than half as many."""
+    """Yields runs of two or more successive sentences with at most STRETCH words and at least half as many."""
     run: list[str] = []
     size = 0
     for sentence in text.sentences(document):

@@ -1,11 +1,11 @@
 """Generated tasks that differ in how their rows depend on one another.
 
-A source is two or three items in random order, each a letter with four digits, one to a column: "b1w b0x b2y b2z a2w
-a2x a0y a1z". A row is an item's letter and the running totals of its digits, modulo 3: "b 1 1 0 2". So each token is
-one easy step away from the source and from tokens before it; the kinds below say from which.
+A source has two or three items in random order. An item has a letter and four digits, one for each column: "b1w b0x b2y
+b2z a2w a2x a0y a1z". A row has an item's letter and the running totals of its digits, modulo 3: "b 1 1 0 2". So each
+token is one easy step away from the source and from earlier tokens; the kinds below define from which tokens.
 
-Where the order of rows is given, all can be told from the source alone, by those who add up many digits at once. What a
-row cannot see of the rows above is not knowledge, but work that was done there.
+If the order of rows is given, a model that adds many digits at once can compute all rows from the source alone. Tokens
+of the rows above that a row cannot see are then no missing information: they are the results of work done there.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ LETTERS = "abcd"
 BASE = 3  # digits are 0 to 2
 COLUMNS = "wxyz"
 ROWS = (2, 3)  # items of a source
-TEST_SHARE = 8  # a source of so many is kept for the test, whatever its place
-# The trainer tries the separator between two "the".
+TEST_SHARE = 8  # one source in 8 is kept for the test, independent of its place
+# The trainer tests the separator between two words "the".
 WORDS = (
     *("the", *LETTERS, *map(str, range(BASE))),
     *(f"{letter}{digit}{column}" for letter in LETTERS for column in COLUMNS for digit in range(BASE)),
@@ -31,23 +31,23 @@ Item = tuple[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a row depends on those above it."""
+    """A kind of dependence of a row on the rows above it."""
 
     name: str
-    says: str
-    # Of the rows. "fixed": the letters are always a, b and perhaps c, in this order. Else they are any, and the rows
-    # "sorted" by them, or in "random" order, in which case any will do.
+    description: str  # the tokens of the rows above that a row needs
+    # The order of rows. "fixed": the letters are always a, b and perhaps c, in this order. "sorted": any letters, and
+    # the rows are sorted by them. "random": any letters, and every order of rows is correct.
     order: str = "fixed"
-    carry: int = 0  # the total above with which a row's totals go on, counted from 1; 0: they begin anew
-    adds: bool = True  # False: the first total is a copy of that one, and the item's own first digit does not count
-    training: int = 1  # so many times as long as the easiest
+    carry: int = 0  # number of the total above with which a row's totals continue, from 1; 0: they start at zero
+    adds: bool = True  # False: the first total is a copy of the total above, and the item's first digit does not count
+    training: int = 1  # length of the training, as a multiple of the easiest kind's
 
     @property
     def delay(self) -> int:
-        """The least Δt at which every token sees all that it is one step away from.
+        """The least Δt at which every token sees all tokens that it needs.
 
-        The first total is the second token of its row, and the total above that it needs is token `carry` + 1 of the
-        other. That token j of a row sees the first Δt + j - 1 tokens of the row above: 2 + Δt - 1 >= `carry` + 1.
+        The first total is the second token of its row, and it needs token `carry` + 1 of the row above. Token j of a
+        row sees the first Δt + j - 1 tokens of the row above, hence 2 + Δt - 1 >= `carry` + 1.
         """
         return max(self.carry, 1)
 
@@ -65,7 +65,7 @@ KINDS = (
 def examples(kind: Kind, split: str, count: int) -> Iterator[Example]:
     """The first `count` examples of "train" or "test", which share no source.
 
-    Kinds of fixed order share their sources, and so do the others: then only the targets differ.
+    Kinds of fixed order share their sources, and so do the other kinds: only the targets differ between them.
     """
     sources, order = random.Random(split), random.Random(f"{split} order")
     number = 0
@@ -81,7 +81,7 @@ def examples(kind: Kind, split: str, count: int) -> Iterator[Example]:
 
 
 def rows(kind: Kind, items: Sequence[Item], order: random.Random) -> list[str]:
-    """The target of these items."""
+    """The target for these items."""
     ordered = sorted(items)
     if kind.order == "random":
         order.shuffle(ordered)
@@ -101,9 +101,9 @@ def rows(kind: Kind, items: Sequence[Item], order: random.Random) -> list[str]:
 
 
 def marks(kind: Kind, gold: Sequence[str], predicted: Sequence[str]) -> list[bool]:
-    """Of each gold row whether the predicted row in its place is right.
+    """Whether the predicted row in the place of each gold row is correct.
 
-    In "random" order that is any gold row that was not written before. A predicted row too many counts in `whole`.
+    In "random" order, any gold row that was not written before is correct. Only `whole` counts superfluous rows.
     """
     if kind.order == "random":
         right = [row in gold and row not in predicted[:i] for i, row in enumerate(predicted[: len(gold)])]
@@ -113,5 +113,5 @@ def marks(kind: Kind, gold: Sequence[str], predicted: Sequence[str]) -> list[boo
 
 
 def whole(kind: Kind, gold: Sequence[str], predicted: Sequence[str]) -> bool:
-    """Whether the whole answer is right."""
+    """Whether the whole answer is correct."""
     return len(predicted) == len(gold) and all(marks(kind, gold, predicted))

@@ -1,10 +1,10 @@
-"""Where partial dependence hurts: small models on generated tasks whose rows depend on one another in graded ways.
+"""Measures the harm of partial dependence: small models on generated tasks with several degrees of dependence of rows.
 
     python -m lab.experiments.probes --json probes.json --png probes.png [--workdir runs/probes] [--set KEY=VALUE ...]
 
-For each kind of dependence (`lab/experiments/probe_data.py`) and seed it trains the sequential method and the
-pipelined one with each Δt, decodes 512 unseen documents, and prints Markdown tables. What is finished is not trained
-again, so the same command goes on after an interruption.
+For each kind of dependence (`lab/experiments/probe_data.py`) and seed the command trains the sequential method and the
+pipelined method with each Δt, decodes 512 unseen documents, and prints Markdown tables. Finished runs are not trained
+again: after an interruption the same command continues.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from pipejax.system.files import write_text
 from pipejax.training.loop import fit
 
 DELAYS = (1, 2, 4)
-MOST_DELAY = 16  # three rows then end well before time_max
+MOST_DELAY = 16  # three rows then still end well before time_max
 SEEDS = 2
 EXAMPLES = {"train": 24_000, "test": 512}
 CONFIG = Config(
@@ -52,13 +52,13 @@ CONFIG = Config(
     ),
     decode=DecodeConfig(max_length=24, batch_size=64),
 )
-PLACES = ("data.train", "data.tokenizer")  # settings that say nothing about a result
-VARIED = ("grid.delay", "train.method", "train.seed", "train.steps")  # settings that tell cells apart
+PLACES = ("data.train", "data.tokenizer")  # settings that do not change a result
+VARIED = ("grid.delay", "train.method", "train.seed", "train.steps")  # settings that differ between cells
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One training run."""
+    """A training run: a kind, a decoder and a seed."""
 
     kind: Kind
     delay: int  # 0: sequential
@@ -66,11 +66,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A directory name."""
+        """The name of the run's directory."""
         return f"{self.kind.name}-{f'delay{self.delay}' if self.delay else 'sequential'}-seed{self.seed}"
 
     def config(self, base: Config, data: Path, tokenizer: Path) -> Config:
-        """The settings of this run."""
+        """The config of this run."""
         method = "pipelined" if self.delay else "sequential"
         return dataclasses.replace(
             base,
@@ -83,15 +83,27 @@ class Cell:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, decodes, prints, draws."""
+    """Trains and decodes, prints the tables, and draws the figure."""
     names = [kind.name for kind in KINDS]
     parser = cli.Parser(prog="python -m lab.experiments.probes", description=__doc__)
-    parser.add_argument("--json", metavar="OUT", help="write all figures there")
-    parser.add_argument("--png", metavar="OUT", help="draw them there (.png, .svg or .pdf; needs matplotlib)")
-    parser.add_argument("--workdir", default="runs/probes", metavar="DIR", help="of the runs (default: runs/probes)")
-    parser.add_argument("--kinds", default=",".join(names), metavar="A,B", help=f"of {', '.join(names)}; default: all")
-    parser.add_argument("--delays", default=",".join(map(str, DELAYS)), metavar="N,N", help="Δt (default: 1,2,4)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"runs of each (default: {SEEDS})")
+    parser.add_argument("--json", metavar="OUT", help="file for all figures")
+    parser.add_argument("--png", metavar="OUT", help="file for the picture (.png, .svg or .pdf; needs matplotlib)")
+    parser.add_argument(
+        "--workdir", default="runs/probes", metavar="DIR", help="folder of the runs (default: runs/probes)"
+    )
+    parser.add_argument(
+        "--kinds", default=",".join(names), metavar="A,B", help=f"some of {', '.join(names)}; default: all"
+    )
+    parser.add_argument(
+        "--delays", default=",".join(map(str, DELAYS)), metavar="N,N", help="values of Δt (default: 1,2,4)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help=f"seeds, one run of each model for each (default: {SEEDS})",
+    )
     parser.add_overrides("override a setting of all runs, such as train.steps=4000 (repeatable)")
     flags = parser.parse_args(argv)
     kinds, delays = _kinds(flags.kinds), _delays(flags.delays)
@@ -102,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.png:
         if Path(flags.png).suffix not in (".png", ".svg", ".pdf"):
             raise UserError("--png", found=f"{flags.png}", expected="a name that ends in .png, .svg or .pdf")
-        from lab.experiments import probe_figure  # says at once if matplotlib is absent
+        from lab.experiments import probe_figure  # imported here, to fail before the training if matplotlib is missing
     base = config_lib.override(CONFIG, flags.overrides)
     cells = [Cell(kind, delay, seed) for seed in range(flags.seeds) for kind in kinds for delay in (0, *delays)]
     results = list(run_all(cells, base, Path(flags.workdir)))
@@ -116,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_all(cells: Sequence[Cell], base: Config, workdir: Path) -> Iterator[dict[str, Any]]:
-    """Yields the result of each cell; leaves with the exit code of a training run that was stopped."""
+    """Yields the result of each cell; exits with the exit code of a training run that was stopped."""
     tokenizer = workdir / "tokenizer"
     if not tokenizer.is_dir():
         demo.build_tokenizer(tokenizer, probe_data.WORDS)
@@ -144,7 +156,7 @@ def run_all(cells: Sequence[Cell], base: Config, workdir: Path) -> Iterator[dict
 
 
 def decode(cell: Cell, directory: Path, test: Sequence[Example]) -> dict[str, Any]:
-    """Per cent of right rows: of all, of those below the first, of each place, and of whole answers; and steps."""
+    """Decodes the test split; returns the steps and percentages of correct rows, lower rows, places and answers."""
     generator = open_run(directory)
     size = min(generator.config.decode.batch_size, len(test))
     values, records = evaluate(generator, test, batch_size=size)
@@ -164,22 +176,22 @@ def score(kind: Kind, test: Sequence[Example], records: Sequence[Record]) -> dic
 
 
 def report(results: Sequence[dict[str, Any]], kinds: Sequence[Kind], delays: Sequence[int]) -> str:
-    """Markdown tables: quality by kind and decoder, and steps."""
+    """Markdown tables of the quality by kind and decoder, and a line with the steps."""
     seeds = len({r["seed"] for r in results})
     columns = (0, *delays)
     titles = ["sequential", *(f"Δt = {delay}" for delay in delays)]
-    head = ["| kind | what a row takes from those above | Δt that suffices | " + " | ".join(titles) + " |"]
+    head = ["| kind | tokens that a row needs from the rows above | least sufficient Δt | " + " | ".join(titles) + " |"]
     head.append("|---|---|---|" + "---|" * len(titles))
     lines: list[str] = []
-    for key, what in (("lower_rows", "Rows below the first that are right"), ("documents", "Answers that are right")):
+    for key, what in (("lower_rows", "Correct rows below the first"), ("documents", "Correct answers")):
         lines += [
-            f"{what}, per cent: mean over {seeds} seeds (least to most); in italics where Δt does not suffice",
+            f"{what}, per cent: mean over {seeds} seeds (least to most); in italics if Δt is too small",
             "",
         ]
         lines += head
         for kind in kinds:
             shown = [_spread(values(results, kind, column, key), 0 < column < kind.delay) for column in columns]
-            lines.append(f"| {kind.name} | {kind.says} | {kind.delay} | " + " | ".join(shown) + " |")
+            lines.append(f"| {kind.name} | {kind.description} | {kind.delay} | " + " | ".join(shown) + " |")
         lines.append("")
     steps = [_mean([v for kind in kinds for v in values(results, kind, column, "steps")]) for column in columns]
     lines.append(
@@ -189,7 +201,7 @@ def report(results: Sequence[dict[str, Any]], kinds: Sequence[Kind], delays: Seq
 
 
 def values(results: Sequence[dict[str, Any]], kind: Kind, delay: int, key: str) -> list[float]:
-    """One figure of a kind and decoder, for each seed."""
+    """A figure of a kind and decoder, for each seed."""
     return [r[key] for r in results if r["kind"] == kind.name and r["delay"] == delay]
 
 
@@ -211,7 +223,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _document(results: Sequence[dict[str, Any]], base: Config, delays: Sequence[int]) -> str:
-    """All figures as JSON, a line to a cell, and once the settings that all of them share."""
+    """All figures as JSON, with a line for each cell, and the settings that all cells share."""
     shared = {key: value for key, value in _settings(base).items() if key not in VARIED}
     cells = [
         json.dumps(
@@ -224,7 +236,7 @@ def _document(results: Sequence[dict[str, Any]], base: Config, delays: Sequence[
 
 
 def write_examples(path: Path, examples: Iterator[Example]) -> str:
-    """Writes JSON lines, unless they are there, and returns their digest."""
+    """Writes JSON lines unless the file has them already; returns their digest."""
     lines = [
         json.dumps({"id": e.id, "source": e.source, "targets": e.targets}, ensure_ascii=False) + "\n" for e in examples
     ]
@@ -235,19 +247,19 @@ def write_examples(path: Path, examples: Iterator[Example]) -> str:
 
 
 def _read_result(path: Path, config: Config, digest: str) -> dict[str, Any]:
-    """A finished cell's result, if it is one of these settings and data."""
+    """Reads the result of a finished cell; raises a UserError if its settings or data differ."""
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         before = {"data": result["data"], **result["config"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(path, f"no result of this command ({error}); remove it to train anew") from error
+        raise UserError(path, f"no result of this command ({error}); remove it to train again") from error
     now = {"data": digest, **_settings(config)}
     for key in now:
         if before.get(key) != now[key]:
             raise UserError(
                 f"{path}: {key}",
                 f"{before.get(key)!r} -> {now[key]!r}",
-                expected="no change where results are finished; take another --workdir for other settings",
+                expected="the settings of the finished results, or another --workdir",
             )
     return result
 

@@ -1,4 +1,4 @@
-"""How often prompt columns guess the tokens of a model's own answers, with the weights of the model frozen.
+"""Measures how often prompt columns guess the tokens of a model's answers, with the weights of the model frozen.
 
     python -m lab.experiments.prompt_columns --checkpoint RUN [--steps N] [--limit N] [--json OUT]
 
@@ -48,14 +48,14 @@ BATCH = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Decodes, trains, prints a table."""
+    """Decodes, trains the columns, and prints the results."""
     parser = cli.Parser(prog="python -m lab.experiments.prompt_columns", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--steps", type=cli.whole_number(1), default=1000, metavar="N", help="updates (default: 1000)")
     parser.add_argument("--rate", type=float, default=0.01, metavar="X", help="AdamW's rate (default: 0.01)")
     parser.add_argument("--limit", type=cli.whole_number(1), default=2000, metavar="N", help="training examples (2000)")
     parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="(default: 2)")
-    parser.add_argument("--json", metavar="OUT", help="write all figures there")
+    parser.add_argument("--json", metavar="OUT", help="file for all figures")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
@@ -79,13 +79,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def line(result: dict[str, Any]) -> str:
-    """A result in words."""
+    """A result as a line of text."""
     shares = ", ".join(f"{share:.1f} %" for share in result["right"])
     return f"{result['form']}: of {result['tokens']} tokens, columns 1 to {COLUMNS} guess {shares}"
 
 
 def answered(generator: Generator, examples: Sequence[Example]) -> list[Encoded]:
-    """The model's complete answers to examples, laid out as for training."""
+    """Decodes the examples; returns the model's complete answers, laid out as for training."""
     config, tokenizer = generator.config, generator.tokenizer
     assert tokenizer is not None and config.model is not None
     progress = Progress("answering", len(examples), unit="example")
@@ -184,7 +184,7 @@ def wanted(batch: dict[str, Array]) -> tuple[Array, Array]:
 def train_columns(
     model: Module, params: Tree, form: str, examples: Sequence[Encoded], *, steps: int, rate: float
 ) -> Tree:
-    """The trained parameters of the columns of a form."""
+    """Trains the columns of a form; returns their parameters."""
     columns = init_columns(model, form)
     if not columns:
         return columns
@@ -215,7 +215,7 @@ def train_columns(
 
 
 def measure(model: Module, params: Tree, form: str, columns: Tree, examples: Sequence[Encoded]) -> dict[str, Any]:
-    """The percentages of tokens that the columns guess; a column counts only if those before it are right."""
+    """The percentages of tokens that the columns guess; a column counts only if all columns before it are correct."""
     compute, fit = jax.jit(partial(guess, model)), shape_of(examples)
     right, tokens = np.zeros(COLUMNS), 0
     for begin in range(0, len(examples) - BATCH + 1, BATCH):

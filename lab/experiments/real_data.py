@@ -1,4 +1,4 @@
-"""The directory of the real data sets and of T5's tokenizer, which the environment names."""
+"""The directory of the real data sets and of T5's tokenizer, from the environment variable PIPEJAX_DATA."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from pipejax.system.errors import UserError
 
 
 def directory() -> Path:
-    """That of PIPEJAX_DATA; raises a UserError if it is none."""
+    """Returns the directory that PIPEJAX_DATA names; raises a UserError if it is no directory."""
     named = os.environ.get("PIPEJAX_DATA", "")
     found = Path(named or "absent")
     if not found.is_dir():

@@ -1,11 +1,11 @@
-"""The meter of dependence on real texts: does it tell beforehand which of two Δt a small T5 learns the better with?
+"""Tests `pipejax probe` on real texts: does it predict which of two Δt is better for training a small T5?
 
     PIPEJAX_DATA=DIR python -m lab.experiments.real_dependence --init runs/copying/run --json FILE [--set KEY=VALUE ...]
 
-DIR holds kp20k/ and cnn_dailymail/ as JSON lines; the weights of --init are those of `configs/copying.py`. Of each data
-set it trains the sequential method, and the pipelined one with each Δt, with equal updates and the same seed, and
-measures 1,000 documents that none of them saw: `pipejax probe` asks the sequential model for the cost of each Δt, and
-the others say their tokens' likelihoods, as their own Δt lets them see. What is finished is not done again.
+DIR holds kp20k/ and cnn_dailymail/ as JSON lines; --init names a run of `configs/copying.py`. For each data set the
+command trains the sequential method, and the pipelined method with each Δt, with equal updates and the same seed. Then
+it measures 1,000 unseen documents: `pipejax probe` estimates the cost of each Δt with the sequential model, and the
+models of the pipelined method give the likelihoods of tokens under their Δt. Finished parts are not repeated.
 """
 
 import dataclasses
@@ -42,15 +42,17 @@ Lines = list[list[float]]  # nats of the tokens of each answer
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, measures, prints a table."""
+    """Trains and measures the models, and prints a table."""
     parser = cli.Parser(prog="python -m lab.experiments.real_dependence", description=__doc__)
-    parser.add_argument("--init", required=True, metavar="RUN", help="what configs/copying.py trained")
-    parser.add_argument("--tasks", default=",".join(FILES), metavar="A,B", help=f"of {', '.join(FILES)}; default: all")
-    parser.add_argument("--workdir", default="runs/real_dependence", metavar="DIR", help="of the runs")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--init", required=True, metavar="RUN", help="run of configs/copying.py")
+    parser.add_argument(
+        "--tasks", default=",".join(FILES), metavar="A,B", help=f"some of {', '.join(FILES)}; default: all"
+    )
+    parser.add_argument("--workdir", default="runs/real_dependence", metavar="DIR", help="folder of the runs")
+    parser.add_argument("--json", metavar="FILE", help="file for all figures")
     updates = probe_command.UPDATES
     parser.add_argument(
-        "--updates", type=cli.whole_number(1), default=updates, metavar="N", help=f"of the probe ({updates})"
+        "--updates", type=cli.whole_number(1), default=updates, metavar="N", help=f"updates of the probe ({updates})"
     )
     parser.add_overrides("override a setting of all runs, such as train.steps=400 (repeatable)")
     flags = parser.parse_args(argv)
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(base: Config, workdir: Path, updates: int) -> dict[str, Any]:
-    """Costs of the sequential model by Δt, and the likelihoods of those that were trained with each."""
+    """The costs of each Δt by the sequential model, and the likelihoods by the models that were trained with it."""
     run, output = workdir / "sequential", workdir / "sequential-probed"
     train(base, 0, run)
     if not (output / probe_command.PAGE).is_file():
@@ -114,7 +116,7 @@ def measure(base: Config, workdir: Path, updates: int) -> dict[str, Any]:
 
 
 def train(base: Config, delay: int, run: Path) -> None:
-    """Trains with a Δt, or sequentially with 0; what is trained is left alone."""
+    """Trains with a Δt, or sequentially if it is 0, unless the run is finished."""
     config = dataclasses.replace(
         base,
         grid=dataclasses.replace(base.grid, delay=max(delay, 1)),
@@ -125,7 +127,7 @@ def train(base: Config, delay: int, run: Path) -> None:
 
 
 def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
-    """The nats of the tokens of each answer, of the model that is trained with this Δt and sees through it."""
+    """The nats of the tokens of each answer, by the model that was trained with this Δt."""
     run, kept = workdir / f"delay{delay}", workdir / f"delay{delay}.json"
     if kept.is_file():
         found: Lines = json.loads(kept.read_text(encoding="utf-8"))
@@ -134,7 +136,7 @@ def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
     work = measuring.prepare(str(run), str(workdir / "dev.jsonl"), None, best=False, limit=None, most=0, overrides=[])
     shapes = fit_shapes(work.targets, BATCH, group=1)
     assert work.config.model is not None
-    # A condition hides what it does not let be seen, beside what the training hid already: that is its Δt.
+    # A condition hides further slots in addition to the mask of the training: this sets its Δt.
     meter = Meter(work.config.model.module(), work.params, [Condition(WHOLE)], shapes, BATCH)
     nats = [list[float]()] * len(work.targets)
     for batch in meter.batches(work.targets):
@@ -146,20 +148,20 @@ def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
 
 
 def gap(dear: Lines, cheap: Lines) -> dict[str, float]:
-    """What a token costs more in the first than in the second, and the standard error over answers."""
+    """The additional cost of a token in the first, compared with the second, and its standard error over answers."""
     found = mean([(math.fsum(one) - math.fsum(other), len(one)) for one, other in zip(dear, cheap, strict=True)])
     return {"nats": found["cost"], "error": found["error"]}
 
 
 def sign(found: dict[str, float]) -> int:
-    """1, -1, or 0 where a gap is not told from nothing, as in `summary.is_significant`."""
+    """The sign of a gap: 1 or -1, or 0 if the gap is not significant by `summary.is_significant`."""
     if not is_significant({"cost": abs(found["nats"]), "error": found["error"], "tokens": 0}):
         return 0
     return 1 if found["nats"] > 0 else -1
 
 
 def report(task: str, found: dict[str, Any]) -> str:
-    """A table: each two Δt, the gap that the probe tells, and that of training."""
+    """A table with the gap between each two Δt by the probe and by training."""
     heads = (f"{TITLES[task]}: Δt", "probed, nats a token", "trained, nats a token", "the same sign")
     lines = [f"| {' | '.join(heads)} |", "|---|--:|--:|---|"]
     for key, right in found["right"].items():

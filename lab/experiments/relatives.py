@@ -1,9 +1,10 @@
-"""Methods and drafters on the demo's task: a small T5 is trained for each method, and all are compared in one run.
+"""Compares methods and drafters on the demo's task: a small T5 is trained for each method, and all take turns.
 
     python -m lab.experiments.relatives --json OUT [--workdir runs] [--seeds N] [--limit N] [--set KEY=VALUE ...]
 
-The comparison is that of `pipejax compare`, once for each seed of the training; the pages with its pictures are
-WORKDIR/relatives-SEED.html. The first seed has the runs of `make demo`. What is trained is not trained again.
+`pipejax compare` compares the runs, once for each seed of the training, and its pages with pictures are
+WORKDIR/relatives-SEED.html. The runs of the first seed are the runs of `make demo`. Finished runs are not trained
+again.
 """
 
 import json
@@ -43,11 +44,13 @@ ENTRIES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, compares, prints a table."""
+    """Trains and compares the methods, and prints a table."""
     parser = cli.Parser(prog="python -m lab.experiments.relatives", description=__doc__)
-    parser.add_argument("--json", metavar="OUT", help="write all figures there")
-    parser.add_argument("--workdir", default="runs", metavar="DIR", help="of the runs (default: runs)")
-    parser.add_argument("--seeds", type=cli.whole_number(1), default=2, metavar="N", help="trainings (default: 2)")
+    parser.add_argument("--json", metavar="OUT", help="file for all figures")
+    parser.add_argument("--workdir", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
+    parser.add_argument(
+        "--seeds", type=cli.whole_number(1), default=2, metavar="N", help="trainings of each method (default: 2)"
+    )
     parser.add_argument("--limit", type=cli.whole_number(1), metavar="N", help="use only the first N test examples")
     parser.add_overrides("override a setting of all runs (repeatable)")
     flags = parser.parse_args(argv)
@@ -77,7 +80,7 @@ def run_of(name: str, seed: int) -> str:
 
 
 def add_tagger(root: Path, seed: int) -> int:
-    """Trains the tagger of a seed on the pipelined run's answers to the training sources; returns the exit code."""
+    """Trains the tagger of a seed on the answers of its pipelined run; returns the exit code."""
     place, sources = root / run_of(TAGGED, seed), root / "relatives-sources.jsonl"
     cli.note(f"--- {place}")
     examples = make_task(load(CONFIG).data).examples("train")[:LABELLED]
@@ -96,7 +99,7 @@ def compared(root: Path, seed: int, *, limit: int | None) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: one for each entry, with the figures of all seeds."""
+    """The lines of a Markdown table, one for each entry, with the figures of all seeds."""
     names = dict.fromkeys(result["name"] for result in results)
     lines = [
         f"| method | {results[0]['headline']} | steps | calls | ms an example | speed | speed of the decoder | cut |",

@@ -1,12 +1,12 @@
-"""What weights in fewer bytes cost and gain: score, equal answers, log-probability and time, beside float32.
+"""Compares weights in fewer bytes with float32: scores, equal answers, log-probabilities and times.
 
     python -m lab.experiments.rounding --checkpoint runs/mine [--test FILE] [--limit 500] [--json OUT]
 
-Decodes the test split of a checkpoint's task once with each kind of weights, one document at a time. "Equal" is the
-percentage of documents with the rows of float32, token for token; the log-probability is the mean over all tokens that
-were written, by the rounded model itself; the time is the median of a document, encoded, decoded and made a text. It
-is measured in a second run, without log-probabilities. `python -m lab.benchmarks.plot OUT ... --output FILE.svg`, after
-`make venv-bench`, draws score against time.
+The command decodes the test split of a checkpoint's task once with each kind of weights, one document at a time.
+"Equal" is the percentage of documents whose rows equal the rows of float32 in every token. The log-probability is the
+mean over all written tokens, computed by the rounded model. The time is the median for encoding, decoding and
+detokenizing a document, measured in a second run without log-probabilities. After `make venv-bench`,
+`python -m lab.benchmarks.plot OUT ... --output FILE.svg` draws the score over the time.
 """
 
 import sys
@@ -31,13 +31,13 @@ KINDS = ("float32", "bfloat16", "int8")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Decodes, prints a table, writes JSON."""
+    """Decodes with each kind of weights, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.experiments.rounding", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--test", default="", metavar="FILE", help="documents with their rows (default: the task's)")
-    parser.add_argument("--limit", type=cli.whole_number(1), metavar="N", help="only the first so many documents")
+    parser.add_argument("--limit", type=cli.whole_number(1), metavar="N", help="decode only the first N documents")
     parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="(2)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             or make_task(generator.config.data, generator.config.grid.row_names).examples("test")[: flags.limit]
         )
         if not len(examples):
-            raise UserError("--test", found="no documents in it", expected="some")
+            raise UserError("--test", found="a file without documents", expected="documents")
         found, records = measured(generator, examples, kind, scores=True)
         rows = [record["row_ids"] for record in records]
         plain = plain or rows
@@ -79,10 +79,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def opened(flags: Any, kind: str) -> Generator:
-    """The checkpoint with weights of that kind, and with the documents that are to be decoded in its config."""
+    """Opens the checkpoint with a kind of weights, and with the documents of --test in its config."""
     generator = load(flags.checkpoint, best=flags.best, overrides=[f"decode.weights={kind}"])
     data = generator.config.data
-    if flags.test:  # scored as the checkpoint's own task is
+    if flags.test:  # scored by the metric of the checkpoint's task
         metric = data.metric or (make_task(data).metric if data.task in TASKS else "")
         task = data.task if data.task == "csv" else "jsonl"
         own = [f"data.task={task}", f"data.test={flags.test}", f"data.metric={metric}"]
@@ -95,7 +95,7 @@ def opened(flags: Any, kind: str) -> Generator:
 def measured(
     generator: Generator, examples: Sequence[Example], name: str, *, scores: bool
 ) -> tuple[dict[str, Any], list[Record]]:
-    """The evaluation, with log-probabilities or without, and its records."""
+    """Evaluates with or without log-probabilities; returns the evaluation and its records."""
     generator.config = config_lib.override(generator.config, [f"decode.scores={str(scores).lower()}"])
     progress = Progress(name, len(examples), unit="document")
     found = evaluate(generator, examples, batch_size=1, tick=progress.add)

@@ -1,14 +1,14 @@
-"""A crowd asks `pipejax serve` with its default flags and a fresh cache of programs: how long does each of them wait?
+"""Measures how long many clients wait for `pipejax serve`, with default flags and an empty cache of programs.
 
     python -m lab.experiments.serve_load --checkpoint DIR [--clients 64] [--bad 5] [--new 1] [--requests 2000]
 
-Sources are random ids of all lengths up to the longest that the run takes; requests are whole or streamed, greedy,
-drawn or scored, with the method of the run. Some of the clients (`--other`) ask by the other method, whose programs
-no warm-up compiles, some (`--bad`) send schemas that are made to be slow, each of them new, and some (`--new`) send
-usual schemas that are new. The load begins once /readyz is 200. Tells the seconds until then, the waits of each kind of
-client until their first byte and their end, statuses, and how the server's memory grew from a tenth of the requests on.
-Needs Linux. The exit code is 1 if one of the usual clients waited longer than `--most` seconds, or there was a 500, or
-something was left under way.
+Sources are random ids of all lengths up to the longest that the run accepts. Requests are whole or streamed, greedy,
+sampled or scored, with the method of the run. Some clients (`--other`) request the other method, whose programs the
+warm-up does not compile; some (`--bad`) send schemas that are designed to be slow, each of them new; and some (`--new`)
+send usual schemas that are new. The load begins when /readyz returns 200. The report has the seconds until then, the
+waits of each kind of client until the first byte and until the end, the statuses, and the growth of the server's memory
+after the first tenth of the requests. The command needs Linux. The exit code is 1 if a usual client waited longer than
+`--most` seconds, a request got the status 500, or a request was still running at the end.
 """
 
 import collections
@@ -46,8 +46,8 @@ SLOW = (
     "q%d(a|b|ab)*c.{12}d",
     "^(.{0,99}x){0,99}q%d$",
     "q%d(a{0,99}b{0,99}){0,99}",
-)  # each with a number, so that it is new
-IDS = 3, 60  # of words that any vocabulary has
+)  # each schema has a number that makes it new
+IDS = 3, 60  # ids that are words in every vocabulary
 SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
@@ -56,25 +56,25 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="python -m lab.experiments.serve_load", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--clients", type=cli.whole_number(1, 256), default=64, metavar="N")
+    parser.add_argument("--bad", type=cli.whole_number(0, 64), default=5, metavar="N", help="clients with slow schemas")
     parser.add_argument(
-        "--bad", type=cli.whole_number(0, 64), default=5, metavar="N", help="of them, with slow schemas"
+        "--new", type=cli.whole_number(0, 64), default=0, metavar="N", help="clients with new schemas of a usual kind"
     )
     parser.add_argument(
-        "--new", type=cli.whole_number(0, 64), default=0, metavar="N", help="of them, with new schemas of a usual kind"
-    )
-    parser.add_argument(
-        "--other", type=cli.whole_number(0, 64), default=2, metavar="N", help="of them, by the other method"
+        "--other", type=cli.whole_number(0, 64), default=2, metavar="N", help="clients that request the other method"
     )
     parser.add_argument("--requests", type=cli.whole_number(1, 10**5), default=2000, metavar="N")
     parser.add_argument(
-        "--seconds", type=cli.whole_number(1, 3600), default=120, metavar="S", help="of the load, at the most"
+        "--seconds", type=cli.whole_number(1, 3600), default=120, metavar="S", help="most seconds of the load"
     )
-    parser.add_argument("--most", type=cli.whole_number(1), default=2, metavar="S", help="that a usual client may wait")
+    parser.add_argument(
+        "--most", type=cli.whole_number(1), default=2, metavar="S", help="most seconds that a usual client may wait"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     flags = parser.parse_args(argv)
     command = ["pipejax", "serve", "--checkpoint", flags.checkpoint, "--port", "0", *(["--best"] if flags.best else [])]
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["PIPEJAX_CACHE"] = f"{folder}/cache"  # the server's
+        os.environ["PIPEJAX_CACHE"] = f"{folder}/cache"  # the server's cache
         with server(command, Path(folder) / "log") as started:
             begun = time.monotonic()
             while get(started.port, "/readyz")[0] != 200:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def load(flags: Any, port: int, pid: int) -> dict[str, Any]:
-    """Asks with all clients; gives waits in seconds by kind of client at SHARES, and the rest of the report."""
+    """Sends the requests of all clients; returns the report, with waits in seconds by kind of client at SHARES."""
     model = json.loads(get(port, "/v1/models")[1])["data"][0]
     others = [name for name in model["methods"] if name != model["default_method"]]
     kinds = ["bad"] * flags.bad + ["new"] * flags.new + ["other"] * (flags.other if others else 0)
@@ -139,15 +139,15 @@ def load(flags: Any, port: int, pid: int) -> dict[str, Any]:
         "requests": sum(map(len, waits.values())),
         "requests_per_s": sum(map(len, waits.values())) / seconds,
         "shares": SHARES,
-        "waits": {kind: told(found) for kind, found in waits.items() if found},
+        "waits": {kind: quantiles(found) for kind, found in waits.items() if found},
         "statuses": statuses,
         "resident_mb": [size >> 20 for size in memory],
         "left": left,
     }
 
 
-def told(waits: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
-    """Seconds until the first byte and until the end, at SHARES of the requests."""
+def quantiles(waits: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+    """The seconds until the first byte and until the end, at SHARES of the requests."""
     found = {}
     for name, column in zip(("first", "end"), zip(*waits, strict=True), strict=True):
         rising = sorted(column)
@@ -156,7 +156,7 @@ def told(waits: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
 
 
 def timed(connection: http.client.HTTPConnection, body: dict[str, Any]) -> tuple[str, float, float]:
-    """Asks; the status, or the error, and the seconds until the first byte of the body and until the last."""
+    """Sends a request; returns its status or error, and the seconds until the first and the last byte of the body."""
     begun = time.perf_counter()
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})

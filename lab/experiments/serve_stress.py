@@ -1,11 +1,11 @@
-"""Thousands of requests through `pipejax serve`: nothing may be lost, and each answer must be that of `decode`.
+"""Sends thousands of requests to `pipejax serve`: none may be lost, and each answer must equal the answer of `decode`.
 
     python -m lab.experiments.serve_stress --checkpoint runs/demo_long_pipelined [--requests 10000] [--at-a-time 16]
 
-The prompts are the demo's. Requests are mixed: of both methods, greedy or sampled, whole or streamed, as text or as
-records. Each kind comes once alone before all others, since an answer that is alone has a program of its own. Tells how
-the server's resident memory grew from request 500 to the end. Needs Linux. The exit code is 1 if an answer was another
-or was lost, or if the memory grew by more than 5 %.
+The prompts are documents of the demo. Requests are mixed: both methods, greedy or sampled, whole or streamed, as text
+or as records. Before that, each kind is requested once alone, since a batch of one answer has its own program. The
+command prints the growth of the server's resident memory from request 500 to the end. It needs Linux. The exit code is
+1 if an answer differs or is lost, or if the memory grew by more than 5 %.
 """
 
 import collections
@@ -38,7 +38,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "sequential", "temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 5},
 )
 WAYS: tuple[dict[str, Any], ...] = ({}, {"rows": True}, {"stream": True}, {"stream": True, "rows": True})
-EARLY, GROWTH = 500, 0.05  # the request at which memory is first looked at, and by how much it may grow
+EARLY, GROWTH = 500, 0.05  # the request at which memory is first measured, and the share by which it may grow
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_checkpoint()
     parser.add_argument("--requests", type=cli.whole_number(1), default=10_000, metavar="N")
     parser.add_argument(
-        "--at-a-time", type=cli.whole_number(1, 256), default=16, metavar="N", help="connections that ask"
+        "--at-a-time", type=cli.whole_number(1, 256), default=16, metavar="N", help="simultaneous connections"
     )
     parser.add_argument("--places", type=cli.whole_number(1), default=8, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
@@ -85,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
             list(pool.map(ask, range(flags.at_a_time)))
         seconds = time.perf_counter() - begun
         left, ends = metrics(started.port), time.monotonic() + 10
-        while any(left.values()) and time.monotonic() < ends:  # the last answer is there before its request is over
+        while (
+            any(left.values()) and time.monotonic() < ends
+        ):  # a client has its last answer before the server has finished the request
             left = metrics(started.port)
         started.process.terminate()
         code = started.process.wait(60)
@@ -104,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def offline(flags: Any, settings: dict[str, Any], texts: Sequence[str]) -> list[list[Record]]:
-    """The answers of `decode` to each text by itself."""
+    """The answers of `decode` to each text, one at a time."""
     names = {"n": "samples"}
     changed = [f"decode.{names.get(key, key)}={value}" for key, value in settings.items() if key != "method"]
     generator = load(flags.checkpoint, best=flags.best, overrides=changed)
@@ -112,7 +114,7 @@ def offline(flags: Any, settings: dict[str, Any], texts: Sequence[str]) -> list[
 
 
 def differs(connection: http.client.HTTPConnection, body: dict[str, Any], expected: Sequence[Record]) -> str:
-    """Asks; says what is not as expected, or nothing."""
+    """Sends a request; returns the difference from the expected records, or an empty text."""
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
@@ -136,7 +138,7 @@ def differs(connection: http.client.HTTPConnection, body: dict[str, Any], expect
 
 
 def streamed(text: str) -> list[dict[str, Any]]:
-    """The choices of a stream: their text, put together, and what their last chunks hold."""
+    """The choices of a stream: the joined text and the fields of the last chunk of each choice."""
     events = [event.removeprefix("data: ") for event in text.split("\n\n") if event.startswith("data: ")]
     if not events or events.pop() != "[DONE]":
         raise ValueError("a stream without an end")
@@ -149,13 +151,13 @@ def streamed(text: str) -> list[dict[str, Any]]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has."""
+    """The bytes of resident memory of a process."""
     (size,) = re.findall(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return int(size) << 10
 
 
 def metrics(port: int) -> dict[str, float]:
-    """What is still under way by the server's own count."""
+    """The numbers of running requests by the server's metrics."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(connection):
         connection.request("GET", "/metrics")

@@ -1,14 +1,14 @@
-"""What drafts save with weights that were trained, beside Hugging Face's prompt lookup and assistant on the same ones.
+"""Times drafts with trained weights, and Hugging Face's prompt lookup and assistant with the same weights.
 
     python -m lab.experiments.trained_drafts --checkpoint runs/mine --input texts.jsonl --peers hf,hf+lookup
     python -m lab.experiments.trained_drafts --checkpoint runs/mine --input texts.jsonl --small runs/small \
         --drafts none,source,model --peers hf,hf+lookup,hf+assistant
 
-The systems answer the same sources in turn, several sources a turn, one at a time, in several rounds; the first round,
-which compiles, does not count. Times are of whole answers, the encoder included. Ours pad sources as `pipejax decode`
-does; Hugging Face pads none. Drafts must not change an answer: if one does, that is an error. What Hugging Face writes
-is compared, and the share of equal answers told, since its sums are rounded otherwise. It takes sequential weights
-alone.
+The systems take turns to answer the same sources, several sources in a turn, one at a time, in several rounds; the
+first round, which compiles, does not count. Times are for whole answers, the encoder included. Pipejax pads sources as
+`pipejax decode` does; Hugging Face pads none. If a draft changes an answer of pipejax, the command fails. Answers of
+Hugging Face are compared too, but only the share of equal answers is reported, since Hugging Face rounds sums
+differently. Hugging Face's systems need weights of the sequential method.
 """
 
 import itertools
@@ -34,7 +34,7 @@ DRAFTS, PEERS = ("none", "source", "jacobi", "model", "spans"), ("hf", "hf+looku
 
 
 class Answer(NamedTuple):
-    """Of a source."""
+    """The answer of a system to one source."""
 
     rows: list[list[int]]  # token ids
     calls: int
@@ -42,34 +42,34 @@ class Answer(NamedTuple):
 
 
 class System(Protocol):
-    """What is measured."""
+    """A system that the command measures."""
 
     name: str
-    beside: str  # the name of the system that it is compared with: of the same kind, without drafts
+    beside: str  # the name of the system for comparison: the same kind without drafts
     is_ours: bool
-    accepted: float | None  # of the drafted tokens, the share that was right; None: not known, or nothing was drafted
+    accepted: float | None  # the share of drafted tokens that was correct; None: unknown, or nothing was drafted
 
     def answer(self, ids: list[int]) -> Answer:
-        """Of a source's ids, eos included."""
+        """Answers a source; `ids` includes the eos."""
 
 
 class Ours:
-    """A checkpoint with one way to draft."""
+    """pipejax with a checkpoint and one drafter."""
 
     is_ours = True
     accepted: float | None = None
 
     def __init__(self, generator: Generator, traced: Generator | None) -> None:
-        """Nothing compiles yet. `traced`: the same, and its records tell what became of drafts; None: it has none."""
+        """Prepares the system. `traced`: the same generator with traces of drafts; None: there are no drafts."""
         held, draft = generator.config.decode.weights, generator.config.decode.draft
         self.name, self.beside = (f"{generator.default_method}, {held}, {x}" for x in (draft, "none"))
         self.generator, self.traced = generator, traced
 
     def judge(self, sources: Sequence[list[int]]) -> None:
-        """Finds `accepted` over these sources."""
+        """Sets `accepted` from these sources."""
         if self.traced is None:
             return
-        records = [record for ids in sources for record in self.traced.decode([ids])]  # alone, as they are timed
+        records = [record for ids in sources for record in self.traced.decode([ids])]  # one at a time, as in turns
         asked = [one for record in records for call in record["trace"] for one in call]
         self.accepted = sum(one.accepted for one in asked) / max(sum(len(one.drafted) for one in asked), 1)
 
@@ -87,7 +87,16 @@ class HuggingFace:
     accepted: float | None = None
 
     def __init__(self, name: str, beside: str, model: Any, assistant: Any, tokens: int, longest: int) -> None:
-        """`model`, `assistant`: of transformers; `tokens`: that are drafted; `longest`: of an answer, with its eos."""
+        """Prepares the system.
+
+        Args:
+          name: "hf", "hf+lookup" or "hf+assistant".
+          beside: the name of the system for comparison.
+          model: a model of transformers.
+          assistant: the model of transformers that drafts.
+          tokens: the number of drafted tokens.
+          longest: most tokens of an answer, eos included.
+        """
         import torch
 
         self.name, self.beside, self.torch, self.model, self.calls = name, beside, torch, model, 0
@@ -110,31 +119,39 @@ class HuggingFace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures the systems, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.experiments.trained_drafts", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--input", required=True, metavar="FILE", help='lines with a "source"')
-    parser.add_argument("--documents", type=cli.whole_number(1), default=100, metavar="N", help="the first N (100)")
+    parser.add_argument(
+        "--documents", type=cli.whole_number(1), default=100, metavar="N", help="answer the first N sources (100)"
+    )
     parser.add_argument("--rounds", type=cli.whole_number(1), default=3, metavar="N")
     parser.add_argument(
-        "--turn", type=cli.whole_number(1), default=10, metavar="N", help="sources a system's turn has (10)"
+        "--turn", type=cli.whole_number(1), default=10, metavar="N", help="sources in a system's turn (10)"
     )
     parser.add_argument("--drafts", default=",".join(DRAFTS[:2]), metavar="NAME,...", help=f"of {', '.join(DRAFTS)}")
-    parser.add_argument("--weights", default="float32", metavar="NAME,...", help="of float32, int8")
-    parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench")
-    parser.add_argument("--small", default="", metavar="DIR", help="of the T5 that drafts for model and hf+assistant")
+    parser.add_argument("--weights", default="float32", metavar="NAME,...", help="some of float32, int8")
+    parser.add_argument("--peers", default="", metavar="NAME,...", help=f"some of {', '.join(PEERS)}; make venv-bench")
+    parser.add_argument(
+        "--small", default="", metavar="DIR", help="checkpoint of the T5 that drafts for model and hf+assistant"
+    )
     parser.add_argument(
         "--tagger", default="", metavar="DIR", help="a run of pipejax teach --tagger for spans (default: --checkpoint)"
     )
-    parser.add_argument("--tokens", type=cli.whole_number(1, 64), default=8, metavar="D", help="drafted in a call (8)")
-    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of every system (2)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument(
+        "--tokens", type=cli.whole_number(1, 64), default=8, metavar="D", help="tokens drafted in a call (8)"
+    )
+    parser.add_argument(
+        "--threads", type=cli.whole_number(1), default=2, metavar="N", help="threads of each system (2)"
+    )
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     drafts, peers = names_of("--drafts", flags.drafts, DRAFTS), names_of("--peers", flags.peers, PEERS)
     weights = names_of("--weights", flags.weights, ("float32", "int8"))
     if "none" not in drafts:
-        raise UserError("--drafts", found="no none", expected="it, as the others are compared with it")
+        raise UserError("--drafts", found="a list without none", expected="none, with which the others are compared")
     drafts.sort(key=lambda name: name != "none")
     if ("model" in drafts or "hf+assistant" in peers) and not flags.small:
         raise UserError("--small", found="none", expected="the checkpoint of the T5 that drafts")
@@ -181,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def of_transformers(flags: Any, peers: Sequence[str], beside: str, longest: int) -> list[System]:
-    """The same weights there, compared with a system of ours."""
+    """The systems of transformers with the same weights; `beside`: the name of our system for comparison."""
     import torch
     from transformers import T5ForConditionalGeneration
 
@@ -202,21 +219,21 @@ def of_transformers(flags: Any, peers: Sequence[str], beside: str, longest: int)
 
 
 def summary(system: System, found: dict[str, list[list[Answer]]]) -> dict[str, Any]:
-    """Means of a system, and how many times as fast it is as the one beside which it stands.
+    """The record of a system: means, and its speed-up over the system for comparison.
 
     Raises:
       AssertionError: drafts changed an answer.
     """
     mine, others = found[system.name], found[system.beside]
     equal = [a.rows == b.rows for a, b in zip(mine[0], others[0], strict=True)]
-    assert all(equal) or not system.is_ours, f"{system.name}: other rows than without drafts"
+    assert all(equal) or not system.is_ours, f"{system.name}: drafts changed the rows of an answer"
     tokens = sum(len(row) + 1 for answer in mine[0] for row in answer.rows)
     totals = [sum(a.seconds for a in answers) for answers in mine]
     pairs = zip(totals, (sum(a.seconds for a in answers) for answers in others), strict=True)
     return {
         "system": system.name,
         "beside": system.beside,
-        "tokens": tokens / len(equal),  # of an answer, an eos for each row included
+        "tokens": tokens / len(equal),  # tokens of an answer, with an eos for each row
         "calls": sum(a.calls for a in mine[0]) / len(equal),
         "accepted": system.accepted,
         "seconds": statistics.median(totals) / len(equal),
@@ -226,10 +243,10 @@ def summary(system: System, found: dict[str, list[list[Answer]]]) -> dict[str, A
 
 
 def table(results: Sequence[dict[str, Any]], count: int) -> str:
-    """Lines for people."""
+    """The table as text."""
     lines = [
-        f"{count} sources, one at a time; times with the encoder. Faster: than without drafts in the same weights, or,",
-        f"of Hugging Face, than {results[0]['system']}.",
+        f"{count} sources, one at a time; times include the encoder. Speed-ups of pipejax are over the same weights",
+        f"without drafts, and speed-ups of Hugging Face are over {results[0]['system']}.",
         f"{'system':<32}{'tokens':>8}{'calls':>8}{'accepted':>10}{'ms':>9}{'faster':>9}{'equal':>8}",
     ]
     for r in results:

@@ -1,12 +1,13 @@
-"""A document translated sentence by sentence, all sentences at once: rows that start together and carry its numbers.
+"""Translates all sentences of a document at once: rows start together, and their names are numbers of sentences.
 
     python -m lab.experiments.translation [--workdir runs/translation] [--set KEY=VALUE ...]
 
-Two made-up languages put the words of a sentence in another order: noun, adjectives, adverb, verb, and noun, verb,
-adverb, adjectives. No noun is twice in a document, whose sentences are numbered; the answer has a row for each, with
-its number. A small model is trained with grid.delay=0 and grid.row_names, on documents of 6 sentences and then of 2 to
-40, and decodes unseen ones of 10, 20 and 40, which name as many rows as they have. Writes how many rows are right, and
-the steps beside the length of the longest sentence, to WORKDIR/translation.json. What is finished is not trained again.
+Two made-up languages differ in the order of words: noun, adjectives, adverb, verb, and noun, verb, adverb, adjectives.
+The sentences of a document are numbered, and no noun occurs twice. The answer has a row for each sentence, with its
+number. A small model is trained with grid.delay=0 and grid.row_names, on documents of 6 sentences and then of 2 to 40.
+It decodes unseen documents of 10, 20 and 40 sentences, which name as many rows. The command writes the number of
+correct rows, the steps, and the length of the longest sentence to WORKDIR/translation.json. Finished runs are not
+trained again.
 """
 
 import json
@@ -24,7 +25,7 @@ from pipejax.inference.loading import load as open_run
 from pipejax.system import cli
 from pipejax.training.loop import fit
 
-MOST = 40  # sentences
+MOST = 40  # most sentences of a document
 NAMES = tuple(f"{i}:" for i in range(1, MOST + 1))
 ABSENT = "-"  # the row of a number that the document lacks
 SYLLABLES = [c + v for c in "bdfgklmnprst" for v in "aeiou"]
@@ -32,7 +33,7 @@ NOUNS, ADJECTIVES, ADVERBS, VERBS = ([f"{kind}{s}" for s in SYLLABLES] for kind 
 FIRST = (*NOUNS, *ADJECTIVES[:20], *ADVERBS[:20], *VERBS[:20])
 SECOND = {word: f"{word}x" for word in FIRST}
 WORDS = (ABSENT, *NAMES, *FIRST, *SECOND.values())
-TESTED = 50  # documents
+TESTED = 50  # documents that are decoded
 CONFIG = override(
     named_rows.CONFIG,
     [
@@ -43,8 +44,8 @@ CONFIG = override(
         "train.checkpoint_every=250",
     ],
 )
-SHORT = 6  # sentences of the documents that are learned first: which row is whose is found out there much sooner
-# Of each training the sentences of a document, how many documents, and settings.
+SHORT = 6  # sentences of the first documents, on which the model learns the names of rows much faster
+# For each training: the sentences of a document, the number of documents, and settings.
 TRAININGS = {
     "short": (SHORT, 30_000, ("data.max_source=64", "data.max_target=64", "train.batch_size=32", "train.steps=3000")),
     "long": (MOST, 8_000, ("data.max_source=320", "data.max_target=320", "train.batch_size=8", "train.steps=1000")),
@@ -52,7 +53,7 @@ TRAININGS = {
 
 
 def sentence(chance: random.Random, noun: str) -> tuple[str, str]:
-    """A sentence of 2 to 5 words, in both languages."""
+    """Draws a sentence of 2 to 5 words, in both languages."""
     verb, adverbs = chance.choice(VERBS[:20]), chance.sample(ADVERBS[:20], chance.randrange(2))
     adjectives = chance.sample(ADJECTIVES[:20], chance.randrange(3))
     first, second = [noun, *adjectives, *adverbs, verb], [noun, verb, *adverbs, *adjectives]
@@ -60,7 +61,10 @@ def sentence(chance: random.Random, noun: str) -> tuple[str, str]:
 
 
 def document(number: int, chance: random.Random, count: int, most: int = MOST, *, sparse: bool = False) -> Example:
-    """With so many sentences and a row for each of the numbers up to `most`; `sparse`: any of them, else the first."""
+    """Draws a document with `count` sentences and a row for each number up to `most`.
+
+    The sentences have the first numbers, or with `sparse` random numbers.
+    """
     numbers = sorted(chance.sample(range(most), count)) if sparse else range(count)
     pairs = [sentence(chance, noun) for noun in chance.sample(NOUNS, count)]
     source = " ".join(f"{NAMES[i]} {first}" for i, (first, _) in zip(numbers, pairs, strict=True))
@@ -69,10 +73,10 @@ def document(number: int, chance: random.Random, count: int, most: int = MOST, *
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, decodes, prints."""
+    """Trains and decodes, and prints the results."""
     parser = cli.Parser(prog="python -m lab.experiments.translation", description=__doc__)
     parser.add_argument(
-        "--workdir", default="runs/translation", metavar="DIR", help="of the run (default: %(default)s)"
+        "--workdir", default="runs/translation", metavar="DIR", help="folder of the run (default: %(default)s)"
     )
     parser.add_overrides("override a setting, such as train.steps=3000 (repeatable)")
     flags = parser.parse_args(argv)
@@ -85,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         start = f"data.tokenizer={root / 'tokenizer'}", f"train.init_from={before}"
         config = override(CONFIG, [*start, *rows, *settings, *flags.overrides])
         train = [
-            document(i, chance, chance.randrange(2, 9), sparse=True)  # so that each number is soon known
+            document(i, chance, chance.randrange(2, 9), sparse=True)  # teaches each number early
             if name == "long" and i % 2
             else document(i, chance, most if name == "short" else chance.randrange(2, most + 1), most)
             for i in range(documents)

@@ -1,12 +1,12 @@
-"""Writes a T5 of a larger size that computes what a small trained one does: its answers, at the larger one's cost.
+"""Writes a T5 of a larger size that computes the same function as a small trained T5: its answers at a larger cost.
 
     python -m lab.experiments.widened --checkpoint runs/small --model base --output runs/widened
 
-Where only small T5s can be trained, this shows what a method is worth on answers that a model writes by itself, in a
-size that people use. What the small one lacks is filled up with zeros (Chen et al. 2016, arXiv 1511.05641, widen
-networks by copies): widths, heads, and whole layers, which then add nothing to what passes them. The scales of the
-norms are made smaller, since they divide by the mean over all channels. The vocabulary grows by copies of the padding
-token, which have its logit: one could be written only where padding would be.
+If only small T5s can be trained, the larger T5 shows the speed of a method on real answers of a model, in a size that
+people use. Additional widths, heads and layers are zero (Chen et al. 2016, arXiv 1511.05641, widen networks by copies),
+so that they add nothing to the hidden states. The scales of the norms are reduced, since norms divide by the mean over
+all channels. The vocabulary grows by copies of the padding token, which have its logit: such a token could be written
+only if padding would be.
 """
 
 import dataclasses
@@ -27,12 +27,16 @@ SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers", "nu
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads a checkpoint, writes another."""
+    """Reads a checkpoint, and writes the widened one."""
     parser = cli.Parser(prog="python -m lab.experiments.widened", description=__doc__)
     parser.add_checkpoint()
-    parser.add_argument("--output", required=True, metavar="DIR", help="where the larger one goes")
-    parser.add_argument("--model", default="base", metavar="NAME", help=f"whose sizes, of {', '.join(ARCHITECTURES)}")
-    parser.add_argument("--only-vocabulary", action="store_true", help="nothing else grows: for a T5 that drafts")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the larger T5")
+    parser.add_argument(
+        "--model", default="base", metavar="NAME", help=f"the larger size, one of {', '.join(ARCHITECTURES)}"
+    )
+    parser.add_argument(
+        "--only-vocabulary", action="store_true", help="widen only the vocabulary, for a T5 that drafts"
+    )
     flags = parser.parse_args(argv)
     restored = checkpoint.open_run(flags.checkpoint, best=flags.best)
     small, wanted = restored.config.model, architecture(flags.model)
@@ -48,29 +52,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def sizes_of(small: T5Config, sizes: dict[str, int]) -> T5Config:
-    """The small one's architecture in these sizes.
+    """The architecture of the small T5 with these sizes.
 
     Raises:
-      UserError: one is less than the small one's.
+      UserError: a size is less than the small T5's.
     """
     for name, size in sizes.items():
         if size < getattr(small, name):
             raise UserError(
                 "--model", found=f"{name} {size}", expected=f"at least the checkpoint's {getattr(small, name)}"
             )
-    # The mean square is smaller by as much as there are more channels, and so is what is added to it.
+    # The mean square shrinks by the ratio of the channels, and so must the epsilon that is added to it.
     epsilon = small.layer_norm_epsilon * small.d_model / sizes.get("d_model", small.d_model)
     changed: dict[str, Any] = {"layer_norm_epsilon": epsilon, **sizes}
     return dataclasses.replace(small, **changed)
 
 
 def widened(params: Any, small: T5Config, large: T5Config) -> Any:
-    """Parameters of `large` with which it computes what `small` does with `params`, but for rounding.
+    """Parameters of `large` with which it computes the function of `small` with `params`, except for rounding.
 
     Args:
-      params: in float32, of `small`.
+      params: the parameters of `small` in float32.
       small: an architecture.
-      large: the same with larger `SIZES`, by `sizes_of`.
+      large: the same architecture with larger `SIZES`, from `sizes_of`.
     """
     given = flatten_dict(params, sep="/")
     inner = large.num_heads * large.d_kv
@@ -83,7 +87,7 @@ def widened(params: Any, small: T5Config, large: T5Config) -> Any:
             held = np.asarray(given[path], np.float32)
             if path.endswith("norm/scale"):
                 held = held * (small.d_model / large.d_model) ** 0.5
-            if path == "decoder/norm/scale" and large.scale_head:  # what follows is divided by the root of the width
+            if path == "decoder/norm/scale" and large.scale_head:  # the head divides by the root of the width
                 held = held * (large.d_model / small.d_model) ** 0.5
             held, view = _heads_apart(held, axes, small), _heads_apart(made, axes, large)
             view[tuple(slice(n) for n in held.shape)] = held
@@ -95,7 +99,7 @@ def widened(params: Any, small: T5Config, large: T5Config) -> Any:
 
 
 def _heads_apart(x: np.ndarray, axes: str, model: T5Config) -> np.ndarray:
-    """A view with two axes, heads and their width, in the place of "I"."""
+    """A view of `x` in which the axis "I" is split into heads and their width."""
     parts = ((model.num_heads, model.d_kv) if axis == "I" else (n,) for axis, n in zip(axes, x.shape, strict=True))
     return x.reshape([n for part in parts for n in part])
 

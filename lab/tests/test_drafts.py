@@ -85,5 +85,5 @@ def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_pa
     for name, share in known.items():
         assert 0 <= share <= 1 and (share > 0) == (found[name]["calls"] < found[found[name]["beside"]]["calls"])
     assert "hf+lookup" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--drafts: found no none"):
+    with pytest.raises(UserError, match="--drafts: found a list without none"):
         trained_drafts.main([*flags, "--drafts", "source"])

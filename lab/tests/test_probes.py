@@ -168,7 +168,7 @@ def test_the_whole_grid_and_its_table(tmp_path, monkeypatch, capsys) -> None:
     table = capsys.readouterr().out
     right = "100.0 (100.0 to 100.0)"
     assert table.splitlines()[2:6] == [
-        "| kind | what a row takes from those above | Δt that suffices | sequential | Δt = 1 | Δt = 2 |",
+        "| kind | tokens that a row needs from the rows above | least sufficient Δt | sequential | Δt = 1 | Δt = 2 |",
         "|---|---|---|---|---|---|",
         f"| no_repeats | all letters, to take another | 1 | {right} | {right} | {right} |",
         f"| copy_end | the last total, as its first | 4 | {right} | *50.0* (0.0 to 100.0) | *100.0* (100.0 to 100.0) |",

@@ -145,7 +145,7 @@ def test_resumed_run_is_not_read(tmp_path, said):
     shutil.copytree(tmp_path / cell.name, tmp_path / "elsewhere" / cell.name)
     best(tmp_path / cell.name, 2)
     assert read(cell, tmp_path, "test", Way("sequential")) is None
-    assert "of other weights than those in" in said[0]
+    assert "evaluates other weights than" in said[0]
     assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"))  # a copy is as good
 
 
@@ -196,7 +196,7 @@ def test_predictions_of_other_documents(tmp_path):
     with pytest.raises(UserError, match="found other documents than in"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
     evaluation(tmp_path / pipelined.name, "test", Way("pipelined")).write_text("{}")
-    with pytest.raises(UserError, match=r"not what `python -m pipejax evaluate --json` writes"):
+    with pytest.raises(UserError, match=r"not a file of `python -m pipejax evaluate --json`"):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
 
 

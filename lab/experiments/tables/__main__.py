@@ -1,16 +1,16 @@
-"""The paper's Tables 1 to 5 and Figures 4 and 5, measured here, with the paper's numbers beside ours.
+"""Measures the paper's Tables 1 to 5 and Figures 4 and 5, and prints them with the numbers of the paper.
 
     python -m lab.experiments.tables --output DIR --run [--tasks msqa,kp20k] [--sizes base,large] [--delays 2,3]
-    python -m lab.experiments.tables --output DIR                  # collects what is finished in --workdir
+    python -m lab.experiments.tables --output DIR                  # collects finished runs in --workdir
 
---run trains and evaluates what is missing: each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, made by train.py
-from configs/TASK.py and the settings of that size and method, and evaluated by `python -m pipejax evaluate` at batch
-1, so runs made elsewhere can be put there too. Decoding computes in float32, as the paper's memory figures say that
-theirs did, and in bfloat16 on a second line; where a config has wider bounds than the paper's 50 steps and 20 rows,
-rows are decoded under these as well. With --set data.tokenizer=DIR, T5's, answers are counted under both bounds.
-The same command goes on after an interruption. Writes DIR/tables.md, figure_4.png, figure_5.png and results.json. The
-size "scratch" is a small T5 pretrained by `python -m lab.experiments.pretraining`, for those without a GPU: the
-comparison is the same, the scores are not comparable with the paper's.
+--run trains and evaluates missing models. Each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, trained by
+train.py with configs/TASK.py and the settings of its size and method, and evaluated by `python -m pipejax evaluate` at
+batch 1, so you can also put runs from other machines there. Decoding computes in float32, as the paper did according to
+its memory figures, and in bfloat16 on a second line. If a config has wider bounds than the paper's 50 steps and 20
+rows, rows are also decoded under the paper's bounds. With --set data.tokenizer=DIR, the directory of T5's tokenizer,
+answers are counted under both bounds. After an interruption the same command continues. It writes DIR/tables.md,
+figure_4.png, figure_5.png and results.json. The size "scratch" is a small T5 for machines without a GPU, pretrained by
+`python -m lab.experiments.pretraining`: the comparison is the same, but its scores are not comparable with the paper's.
 """
 
 import dataclasses
@@ -33,20 +33,22 @@ from pipejax.system.progress import Progress
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs or collects, and writes."""
+    """Makes or collects the runs, and writes tables and figures."""
     parser = cli.Parser(prog="python -m lab.experiments.tables", description=__doc__)
-    parser.add_argument("--output", required=True, metavar="DIR", help="where tables and figures go")
-    parser.add_argument("--workdir", default="runs", metavar="DIR", help="holds the runs (default: runs)")
-    parser.add_argument("--run", action="store_true", help="train and evaluate what is missing")
-    parser.add_argument("--tasks", default=",".join(paper.TITLES), metavar="A,B", help="default: all six")
-    parser.add_argument("--sizes", default="base", metavar="A,B", help=f"of {', '.join(SIZES)} (default: base)")
-    parser.add_argument("--delays", default="", metavar="2,3", help="Δt of Table 5 beside 1, with --run")
-    parser.add_argument("--splits", default="dev,test", metavar="A,B", help="to evaluate (default: dev,test)")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for tables and figures")
+    parser.add_argument("--workdir", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
+    parser.add_argument("--run", action="store_true", help="train and evaluate missing models")
+    parser.add_argument("--tasks", default=",".join(paper.TITLES), metavar="A,B", help="tasks (default: all six)")
+    parser.add_argument("--sizes", default="base", metavar="A,B", help=f"some of {', '.join(SIZES)} (default: base)")
+    parser.add_argument("--delays", default="", metavar="2,3", help="further Δt for Table 5, with --run")
+    parser.add_argument("--splits", default="dev,test", metavar="A,B", help="splits to evaluate (default: dev,test)")
     known = ",".join(DTYPES)
-    parser.add_argument("--dtypes", default=known, metavar="A,B", help=f"of decoding (default: {known})")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first so many documents of each, with --run")
-    parser.add_argument("--crossed", action="store_true", help="each model with the other decoder as well")
-    parser.add_argument("--beams", type=int, default=1, metavar="N", help="sequential models with beam search as well")
+    parser.add_argument("--dtypes", default=known, metavar="A,B", help=f"dtypes of decoding (default: {known})")
+    parser.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N documents, with --run")
+    parser.add_argument("--crossed", action="store_true", help="evaluate each model with the other decoder, too")
+    parser.add_argument(
+        "--beams", type=int, default=1, metavar="N", help="evaluate sequential models with beam search, too"
+    )
     parser.add_overrides("override a setting of all trainings (repeatable)")
     flags = parser.parse_args(argv)
     tasks, sizes = _chosen("--tasks", flags.tasks, paper.TITLES), _chosen("--sizes", flags.sizes, SIZES)
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--output {output}", f"cannot be written ({error.strerror})") from error
     if flags.run:
         for cell in cells:
-            cell.config(flags.overrides)  # a wrong setting shows before hours of work
+            cell.config(flags.overrides)  # a wrong setting is an error before hours of work
         for cell in cells:
             ways = ways_of(cell, dtypes, flags.overrides)
             if flags.crossed and cell.delay == 1:
@@ -110,7 +112,9 @@ def _write(
         pair = [results.get((both[s], split, Way(s, dtype=first))) for s in METHODS]
         if pair[0] and pair[1]:
             if pair[0]["examples"] != pair[1]["examples"]:
-                raise UserError(both["pipelined"].name, found="other documents evaluated than of its counterpart")
+                raise UserError(
+                    both["pipelined"].name, found="other documents than in the evaluation of its counterpart"
+                )
             gaps[task, size, split] = gap(both, workdir, split, pair[0]["metric"], first)
     statistics, counted = _statistics(tasks, sizes[0], overrides)
     parts = [("Table 1: the data sets", report.table_1(statistics))]
@@ -128,9 +132,9 @@ def _write(
     pictures = _draw(output, tasks, sizes[0], last, first, results)
     text = "\n\n".join(f"## {title}\n\n{body or 'Nothing measured.'}" for title, body in parts)
     head = (
-        'Columns headed "paper" are the numbers of arXiv 2506.23431; all others were measured here. Gaps are '
-        "pipelined minus sequential, with the 95 % interval of a paired bootstrap over the documents; steps, speed and "
-        f"memory are of the {last} split at batch 1.\n"
+        'Columns headed "paper" have the numbers of arXiv 2506.23431; all other numbers were measured by this command. '
+        "Gaps are pipelined minus sequential, with the 95 % interval of a paired bootstrap over the documents. Steps, "
+        f"speed and memory were measured on the {last} split at batch 1.\n"
     )
     write_text(output / "tables.md", f"{head}\n{text}\n{pictures}")
     values = [{**dataclasses.asdict(c), "split": s, **way._asdict(), **found} for (c, s, way), found in results.items()]
@@ -142,7 +146,7 @@ def _write(
 def _statistics(
     tasks: Sequence[str], size: str, overrides: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Table 1 of the tasks whose data are here; and what their bounds cut, if a tokenizer is named."""
+    """The statistics of the tasks whose data exist, for Table 1; with a tokenizer also the effects of bounds."""
     found: dict[str, dict[str, Any]] = {}
     counted = list[dict[str, Any]]()
     for task in tasks:
@@ -165,7 +169,7 @@ def _statistics(
 
 
 def _draw(output: Path, tasks: Sequence[str], size: str, split: str, dtype: str, results: report.Results) -> str:
-    """Draws the figures of which something was measured, and says so in Markdown."""
+    """Draws the figures for which there are measurements; returns their Markdown."""
     pairs: dict[str, tuple[Scores, Scores]] = {}
     for task in tasks:
         both = [results.get((Cell(task, size, s), split, Way(s, dtype=dtype))) for s in ("sequential", "pipelined")]
@@ -182,7 +186,7 @@ def _draw(output: Path, tasks: Sequence[str], size: str, split: str, dtype: str,
     before, after = pairs[task]
     score = metrics.HEADLINES[before["metric"]]
     title = paper.TITLES[task]
-    says = f"\n{paper.FIGURE_5_SAYS}\n" if task == "wikihowqa" else ""  # the paper's figure shows that task
+    says = f"\n{paper.FIGURE_5_SAYS}\n" if task == "wikihowqa" else ""  # the paper's figure shows this task
     figures.quality(title, score, before["by_rows"], after["by_rows"], output / "figure_5.png")
     return (
         f"\n## Figure 4: speed-up by the number of rows\n\n![speed-up](figure_4.png)\n"
@@ -191,7 +195,7 @@ def _draw(output: Path, tasks: Sequence[str], size: str, split: str, dtype: str,
 
 
 def _chosen(flag: str, text: str, known: Any) -> list[str]:
-    """Names parted by commas, each one of those known."""
+    """The names in a list with commas; raises a UserError for a name that is not in `known`."""
     wanted = text.split(",")
     for name in wanted:
         if name not in known:

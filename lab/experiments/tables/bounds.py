@@ -1,11 +1,11 @@
-"""What bounds on time-steps and rows do to real answers: each data set under its own bounds, and under the paper's.
+"""Counts the effects of bounds on time-steps and rows on real answers, for each data set's bounds and the paper's.
 
     PIPEJAX_DATA=DIR python -m lab.experiments.tables.bounds [--json FILE]
 
-DIR holds the data sets below as JSON lines with "source" and "targets", and T5's tokenizer in t5_tokenizer/. Counts
-alone, without a model: it would write the gold rows. The step ratio is that of whole sequential answers to pipelined
-ones that the bounds end, so where bounds cut answers it grows for having written less; "same tokens" is the ratio with
-a sequential decoder that writes no more than the pipelined one.
+DIR holds the data sets below as JSON lines with "source" and "targets", and T5's tokenizer in t5_tokenizer/. The
+command uses no model: it counts the gold rows. The step ratio divides the steps of whole sequential answers by the
+steps of pipelined answers that the bounds may cut, so it is larger if bounds cut answers. The ratio "same tokens"
+compares with a sequential decoder that writes only the tokens of the pipelined one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,9 +38,9 @@ FILES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Counts, prints a table, writes JSON."""
+    """Counts, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.experiments.tables.bounds", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", metavar="FILE", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     data = real_data.directory()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: Path, placeholders: tuple[tuple[str, str], ...]) -> list[Example]:
-    """The examples of a file, spelt as in training."""
+    """Reads the examples of a file, with placeholders replaced as in training."""
     found = []
     records: Iterable[tuple[str, Any]] = read_records(path)
     for place, record in records:
@@ -80,7 +80,7 @@ def lines_of(
 
 
 def line(counts: Statistics, bounds: GridConfig) -> dict[str, Any]:
-    """The counts that the table shows."""
+    """The counts that the table shows, as a record."""
     return {
         "time_max": bounds.time_max,
         "sub_max": bounds.sub_max,
@@ -94,7 +94,7 @@ def line(counts: Statistics, bounds: GridConfig) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown."""
+    """The lines of the table in Markdown."""
     head = ["data set", "documents", "step ratio, no bounds", "bounds", "answers cut, %", "tokens kept, %"]
     lines, before = [[*head, "step ratio", "same tokens"], ["---", "--:", "--:", "---", *["--:"] * 4]], ""
     for r in results:

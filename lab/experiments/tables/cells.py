@@ -1,4 +1,4 @@
-"""One trained model of the tables: its run directory, how it is made, and what its evaluations said."""
+"""The trained models of the tables: their run directories, their trainings, and the results of their evaluations."""
 
 import dataclasses
 import json
@@ -18,20 +18,20 @@ from pipejax.system.errors import UserError
 
 logger = logging.getLogger("pipejax.tables")
 ROOT = Path(__file__).resolve().parents[3]
-# What a size sets beyond configs/TASK.py, which is T5-Base's; "scratch" has files of its own.
+# The settings of a size in addition to configs/TASK.py, which is for T5-Base; "scratch" has separate files.
 SIZES: dict[str, tuple[str, ...]] = {
     "base": (),
     "large": ("train.init_from=checkpoints/t5-large", "train.remat=layers", "mesh.fsdp=2"),
     "scratch": (),
 }
-DTYPES = ("float32", "bfloat16")  # of decoding; the paper's memory figures are those of float32 weights
+DTYPES = ("float32", "bfloat16")  # dtypes of decoding; the paper's memory figures fit float32 weights
 TIME_MAX, SUB_MAX = 50, 20  # the bounds that the paper prints, for all data sets (section 4.3)
-Scores = dict[str, Any]  # what `python -m pipejax evaluate` writes
+Scores = dict[str, Any]  # the scores that `python -m pipejax evaluate` writes
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A task, a size, what it is trained for, and Δt. "scratch" is a small T5 of our own, not the paper's."""
+    """A trained model: task, size, objective and Δt. The size "scratch" is a small T5 that the paper does not have."""
 
     task: str
     size: str
@@ -40,30 +40,30 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its run directory."""
+        """The name of the run directory."""
         return f"{self.task}_{self.size}_{self.objective}" + (f"_delay{self.delay}" if self.delay > 1 else "")
 
     @property
     def path(self) -> Path:
-        """Its config file."""
+        """The path of the config file."""
         return ROOT / "configs" / f"{self.task}{'_scratch' if self.size == 'scratch' else ''}.py"
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
-        """All that is set beyond the config file."""
+        """The settings in addition to the config file."""
         return [*SIZES[self.size], *overrides, f"train.method={self.objective}", f"grid.delay={self.delay}"]
 
     def config(self, overrides: Sequence[str]) -> Config:
-        """As it trains."""
+        """The config of the training."""
         return load(self.path, self.settings(overrides))
 
 
 class Way(NamedTuple):
-    """How a model is decoded."""
+    """A way to decode a model."""
 
     strategy: str
-    beams: int = 1  # of the sequential strategy
+    beams: int = 1  # beams of the sequential strategy
     dtype: str = DTYPES[0]
-    printed: bool = False  # under the bounds that the paper prints, not those of the config
+    printed: bool = False  # under the bounds in the paper, and not under the config's
 
     @property
     def label(self) -> str:
@@ -73,19 +73,19 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """The name of the files of an evaluation."""
         beams = f"-{self.beams}-beams" if self.beams > 1 else ""
         return f"{self.strategy}{beams}{f'-{TIME_MAX}x{SUB_MAX}' if self.printed else ''}-{self.dtype}"
 
     @property
     def settings(self) -> list[str]:
-        """All that is set beyond the run's config."""
+        """The settings in addition to the run's config."""
         bounds = [f"grid.time_max={TIME_MAX}", f"grid.sub_max={SUB_MAX}"] if self.printed else []
         return [f"decode.beams={self.beams}", f"decode.dtype={self.dtype}", *bounds]
 
 
 def evaluation(run: Path, split: str, way: Way) -> Path:
-    """Where the scores of a run are; the predictions lie beside them as .jsonl."""
+    """The path of the scores of a run; the predictions are in the same folder as .jsonl."""
     return run / "evaluation" / f"{split}-{way.name}.json"
 
 
@@ -98,9 +98,10 @@ def make(
     limit: int | None,
     ways: Sequence[Way],
 ) -> int:
-    """Trains the cell and evaluates it, as far as that is not done; the exit code of what failed, or 0.
+    """Trains the cell and evaluates it, unless that is done; returns the exit code of a failed command, or 0.
 
-    Each is a process of its own: what `peak memory` says is that of one decoder, and a device's memory is free again.
+    Each command is a separate process, so that `peak memory` is the memory of one decoder, and the device's memory is
+    free again afterwards.
     """
     run = workdir / cell.name
     logger.info(f"--- {cell.name}")
@@ -124,7 +125,7 @@ def make(
 
 
 def fresh(path: Path, run: Path, *, limit: int | None) -> bool:
-    """Whether that evaluation is there, of so many documents, and of the weights that are the run's best now."""
+    """Whether the evaluation exists, with this many documents, and for the present best weights of the run."""
     if not path.is_file():
         return False
     found = _load(path)
@@ -132,7 +133,7 @@ def fresh(path: Path, run: Path, *, limit: int | None) -> bool:
 
 
 def _best(run: Path) -> str | None:
-    """The fingerprint of the best weights, as their manifest has it."""
+    """The fingerprint of the best weights, from their manifest."""
     store = Store(run / "best")
     steps = store.steps() if (run / "best").is_dir() else []
     return digest(store.describe(steps[0]).arrays["params"]) if steps else None
@@ -144,19 +145,19 @@ def _load(path: Path) -> Scores:
         if not {"metric", "steps", "by_rows", "examples", "strategy", "params_fp", "limit"} <= found.keys():
             raise ValueError("keys are missing")
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(path, f"not what `python -m pipejax evaluate --json` writes ({error})") from error
+        raise UserError(path, f"not a file of `python -m pipejax evaluate --json` ({error})") from error
     return found
 
 
 def read(cell: Cell, workdir: Path, split: str, way: Way) -> Scores | None:
-    """The scores of a cell, if it was evaluated; those of weights that are not its run's best any more do not count."""
+    """The scores of a cell, or None if it was not evaluated with the present best weights of its run."""
     run = workdir / cell.name
     path = evaluation(run, split, way)
     if not path.is_file():
         return None
     found = _load(path)
     if found["params_fp"] != _best(run):
-        logger.warning(f"{path}: of other weights than those in {run / 'best'}; not used")
+        logger.warning(f"{path}: evaluates other weights than {run / 'best'}; not used")
         return None
     return found
 
@@ -177,7 +178,7 @@ def gap(
 
 
 def grid_of(tasks: Sequence[str], sizes: Sequence[str], delays: dict[str, Sequence[int]]) -> list[Cell]:
-    """All cells of these tasks and sizes that have a config; `delays`: those of a task beside 1, in the first size."""
+    """All cells of these tasks and sizes that have a config; `delays`: further Δt of a task, in the first size."""
     cells = [Cell(task, size, objective) for task in tasks for size in sizes for objective in METHODS[::-1]]
     cells += [
         Cell(task, size, "pipelined", delay) for task in tasks for size in sizes[:1] for delay in delays.get(task, ())
@@ -186,7 +187,7 @@ def grid_of(tasks: Sequence[str], sizes: Sequence[str], delays: dict[str, Sequen
 
 
 def ways_of(cell: Cell, dtypes: Sequence[str], overrides: Sequence[str] = ()) -> list[Way]:
-    """As it was trained, in each dtype; rows in the first one under the printed bounds too, unless they are its own."""
+    """The ways to decode a cell: by its method in each dtype, and rows in the first dtype under the paper's bounds."""
     own = [Way(cell.objective, dtype=dtype) for dtype in dtypes]
     bounds = cell.config(overrides).grid
     if cell.objective == "pipelined" and (bounds.time_max, bounds.sub_max) != (TIME_MAX, SUB_MAX):

@@ -1,4 +1,4 @@
-"""Figures 4 and 5 of the paper, drawn from our runs; what the paper says of them stands apart."""
+"""Draws Figures 4 and 5 of the paper from our runs; the paper's values are drawn separately."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from lab.experiments.tables import paper
 
 COLOURS = {"wikihowqa": "#0b6e4f", "cnn_dailymail": "#c9762c", "pubmed": "#4a4e69", "msqa": "#7a9e9f"}
 OTHERS = ("#a05195", "#e8b04b", "#2f6690")
-FEWEST = 10  # documents behind a point
-Groups = Sequence[dict[str, Any]]  # `by_rows` of an evaluation
+FEWEST = 10  # fewest documents for a point
+Groups = Sequence[dict[str, Any]]  # field `by_rows` of an evaluation
 
 
 def speed_up(pairs: dict[str, tuple[Groups, Groups]], path: Path) -> None:
-    """Figure 4: sequential over pipelined seconds by the number of rows in the data; `pairs` are by task."""
+    """Draws Figure 4: sequential seconds divided by pipelined seconds, by the number of rows; `pairs` are by task."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
     colours = iter(OTHERS)
     for task, (sequential, pipelined) in pairs.items():
@@ -38,7 +38,7 @@ def speed_up(pairs: dict[str, tuple[Groups, Groups]], path: Path) -> None:
 
 
 def quality(title: str, score: str, sequential: Groups, pipelined: Groups, path: Path) -> None:
-    """Figure 5: the chief score of both decoders by the number of rows in the data."""
+    """Draws Figure 5: the main score of both decoders by the number of rows in the data."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
     for groups, name, colour in ((sequential, "sequential", "#4a4e69"), (pipelined, "pipelined", "#0b6e4f")):
         points = [(group["rows"], group[score]) for group in groups if group["documents"] >= FEWEST]

@@ -1,4 +1,4 @@
-"""The paper's numbers (Huang et al., arXiv 2506.23431), to stand beside ours and never to be mixed with them."""
+"""The numbers of the paper (Huang et al., arXiv 2506.23431), for columns that are separate from our measurements."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ class Statistics(NamedTuple):
 class Reported(NamedTuple):
     """A line of Tables 2 to 4: one model and decoder."""
 
-    scores: dict[str, tuple[float, ...]]  # by split, in the order of SCORES
+    scores: dict[str, tuple[float, ...]]  # scores by split, in the order of SCORES
     examples_per_second: float
-    memory: int | None = None  # of the GPU, in M; Table 4 has none
+    memory: int | None = None  # memory of the GPU in M; Table 4 does not have it
 
 
 TITLES = {
@@ -30,10 +30,10 @@ TITLES = {
     "pubmed": "PubMed",
 }
 TABLES = {2: ("msqa",), 3: ("kp20k", "kptimes"), 4: ("wikihowqa", "cnn_dailymail", "pubmed")}
-DELAYS = (1, 2, 3)  # of Table 5
+DELAYS = (1, 2, 3)  # the values of Δt in Table 5
 
-# By our chief score: which of the scores beside it the paper's columns are. Its ROUGE-L is not said to be Lsum; its
-# nearness to ROUGE-1 says so.
+# The scores in the paper's columns, by our main score. The paper does not state that its ROUGE-L is Lsum, but the value
+# is so close to ROUGE-1 that it must be.
 SCORES = {
     "em_f1": ("em_f1", "pm_f1"),
     "present_f1@M": ("present_f1@5", "present_f1@M", "absent_f1@5", "absent_f1@M"),
@@ -49,7 +49,7 @@ TABLE_1 = {
     "pubmed": Statistics("120 K", "7 K", 207.7, 6.9, 30.0),
 }
 
-# Tables 2, 3 and 4 by task, size and objective. Table 3 does not say of which split it is; it is taken for the test's.
+# Tables 2, 3 and 4 by task, size and objective. Table 3 does not name its split; we take it for the test split.
 REPORTED = {
     ("msqa", "base", "sequential"): Reported({"dev": (72.2, 84.8), "test": (72.3, 84.9)}, 5.4, 1802),
     ("msqa", "base", "pipelined"): Reported({"dev": (72.5, 85.2), "test": (71.5, 84.3)}, 9.3, 1798),
@@ -69,7 +69,7 @@ REPORTED = {
     ("wikihowqa", "large", "pipelined"): Reported({"dev": (40.9, 18.4, 39.7), "test": (37.3, 15.6, 36.2)}, 2.6),
     ("cnn_dailymail", "base", "sequential"): Reported({"dev": (39.6, 17.8, 37.5), "test": (39.2, 17.4, 37.1)}, 1.2),
     ("cnn_dailymail", "base", "pipelined"): Reported({"dev": (38.4, 17.2, 36.4), "test": (37.8, 16.6, 35.8)}, 2.9),
-    # These scores equal those of T5-Base, which is suspect.
+    # These scores equal the scores of T5-Base, which is suspect.
     ("cnn_dailymail", "large", "sequential"): Reported({"dev": (39.6, 17.8, 37.5), "test": (39.2, 17.4, 37.1)}, 0.7),
     ("cnn_dailymail", "large", "pipelined"): Reported({"dev": (38.5, 17.5, 36.5), "test": (38.0, 17.0, 36.0)}, 1.6),
     ("pubmed", "base", "sequential"): Reported({"dev": (39.8, 18.3, 36.9), "test": (39.7, 18.2, 36.8)}, 0.2),
@@ -78,7 +78,7 @@ REPORTED = {
     ("pubmed", "large", "pipelined"): Reported({"dev": (38.7, 17.8, 35.8), "test": (38.4, 17.9, 36.2)}, 0.7),
 }
 
-# As printed beside the rates, whose own ratio is not always the same in the last digit.
+# The ratios that the paper prints; the quotients of its rates differ in some last digits.
 SPEED_UPS = {
     ("msqa", "base"): 1.7,
     ("msqa", "large"): 1.7,
@@ -107,6 +107,6 @@ TABLE_5 = {
     ("pubmed", 3): Reported({"test": (37.6, 17.2, 34.9)}, 1.2),
 }
 
-# Figure 4 as section 5.3 puts it in words: the speed-up at two rows and at nine.
+# Figure 4 by the text of section 5.3: the speed-up at two rows and at nine.
 FIGURE_4 = {"wikihowqa": {2: 1.8, 9: 5.1}, "cnn_dailymail": {2: 2.1, 9: 2.6}, "pubmed": {2: 4.3, 9: 5.6}}
-FIGURE_5_SAYS = "The paper: but for two rows, the pipelined decoder's ROUGE-L is 0.1 to 0.3 higher (section 5.3)."
+FIGURE_5_SAYS = "The paper: except for two rows, the pipelined decoder's ROUGE-L is 0.1 to 0.3 higher (section 5.3)."

@@ -1,4 +1,4 @@
-"""The tables as Markdown: what was measured here, and beside it, in columns of its own, what the paper reports."""
+"""The tables as Markdown: our measurements, and the numbers of the paper in separate columns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ LABELS = {
 
 
 def table_1(statistics: dict[str, dict[str, Any]]) -> str:
-    """Sizes and words of the data sets; `statistics` are those of the test split, and "train"."""
+    """Table 1, with sizes and words of the data sets; `statistics`: of the test split, with "train" for its size."""
     head = [
         "data set",
         "train",
@@ -45,7 +45,7 @@ def table_1(statistics: dict[str, dict[str, Any]]) -> str:
         ours = [f"{test[key]:,}" if test.get(key) else NONE for key in ("train", "examples")]
         ours += [_number(test.get(key)) for key in ("words_per_target", "rows_per_target", "words_per_row")]
         lines.append([paper.TITLES[task], *_had_company(ours, [_number(value) for value in reported])])
-    return "Words and rows are those of the test split.\n\n" + _markdown(head, lines)
+    return "Words and rows are counted in the test split.\n\n" + _markdown(head, lines)
 
 
 def table_of_scores(
@@ -56,7 +56,7 @@ def table_of_scores(
     results: Results,
     gaps: dict[tuple[str, str, str], Gap],
 ) -> str:
-    """Tables 2 to 4: quality, speed and memory of both decoders, a line each way, and the gap of the first two."""
+    """Tables 2 to 4: quality, speed and memory of both decoders, with a line for each way, and gaps of quality."""
     scores = paper.SCORES[_headline(tasks[0])]
     head = ["data set", "model", "decoder", "dtype"]
     head += [title for split in splits for score in scores for title in (f"{split} {LABELS[score]}", "paper")]
@@ -80,7 +80,7 @@ def table_of_scores(
 
 
 def table_5(tasks: Sequence[str], size: str, dtype: str, results: Results) -> str:
-    """The pipelined decoder under several Δt, on the test split."""
+    """Table 5: the pipelined decoder with several Δt, on the test split."""
     way = Way("pipelined", dtype=dtype)
     scores = paper.SCORES["rougeLsum"]
     head = [
@@ -107,7 +107,7 @@ def table_5(tasks: Sequence[str], size: str, dtype: str, results: Results) -> st
 
 
 def crossed(cells: Sequence[Cell], ways: Sequence[Way], split: str, results: Results) -> str:
-    """Each model decoded in several ways: what the objective is worth, and what the decoder."""
+    """A table of each model decoded in several ways, which separates the effects of objective and decoder."""
     lines = []
     for cell in cells:
         for way in ways:
