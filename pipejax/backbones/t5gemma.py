@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from pipejax.model import layers as parts
 from pipejax.model import t5
 from pipejax.model.backbone import Backbone
-from pipejax.model.config_json import Key, Keys, read_keys
+from pipejax.model.config_json import Key, Keys, id_key, read_keys
 from pipejax.model.embedding import look_up
 from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, capped_by, multiplies_with, normal
 from pipejax.model.stack import apply_layers
@@ -77,9 +77,9 @@ SIDE: Keys = {
     "rope_parameters": Key(dict, None, null=None),
     "rope_scaling": Key(dict, None, null=None),  # in older files, like the next key
     "rope_theta": Key(float, 10_000.0, null=None),
-    "pad_token_id": Key(Any, 0, null=None),
-    "eos_token_id": Key(Any, 1, null=None),
-    "bos_token_id": Key(Any, 2, null=None),
+    "pad_token_id": id_key(0),
+    "eos_token_id": id_key(1),
+    "bos_token_id": id_key(2),
 }
 KEYS: Keys = {
     "encoder": Key(dict, {}, null={}, keys=SIDE),
@@ -87,10 +87,10 @@ KEYS: Keys = {
     "dropout_rate": Key(float, 0.0),
     "tie_word_embeddings": Key(bool, True),
     # These ids take precedence over the ids of the decoder, which has no `decoder_start_token_id`.
-    "pad_token_id": Key(Any, None, null=None),
-    "eos_token_id": Key(Any, None, null=None),
-    "bos_token_id": Key(Any, None, null=None),
-    "decoder_start_token_id": Key(Any, None, null=None),
+    "pad_token_id": id_key(None),
+    "eos_token_id": id_key(None),
+    "bos_token_id": id_key(None),
+    "decoder_start_token_id": id_key(None),
 }
 INNER, SHARED = (f"num_{kind}_heads * head_dim" for kind in ("attention", "key_value"))
 SIZES = ("hidden_size", "intermediate_size", INNER, SHARED, "head_dim")  # the sizes of a side, one for each axis letter

@@ -22,7 +22,7 @@ REFUSED: Any = object()  # the `null` of a key for which null is an error
 class Key:
     """A key of an object in config.json."""
 
-    kind: Any  # the type of its value; Any: checked where the value is used
+    kind: type | None  # the type of its value; None: checked where the value is used
     default: Any  # the value if the file lacks the key
     null: Any = REFUSED  # the value that null stands for
     names: tuple[str, ...] = ()  # other names, which take precedence as in transformers' `attribute_map`
@@ -30,6 +30,11 @@ class Key:
 
 
 Keys = dict[str, Key]
+
+
+def id_key(default: int | None) -> Key:
+    """The key of a token id, which may be null or a list of ids, and is checked where it is used."""
+    return Key(None, default, null=None)
 
 
 def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> JsonObject:
@@ -54,7 +59,7 @@ def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> JsonO
             if key.null is REFUSED:
                 raise UserError(path, found="null", expected=noun(key.kind))
             value = key.null
-        if not (key.kind is Any or value is None or _is_of(value, key.kind)):
+        if not (key.kind is None or value is None or _is_of(value, key.kind)):
             raise UserError(path, found=shown_value(value), expected=noun(key.kind))
         found[name] = read_keys(value, key.keys, f"{path}.") if key.keys else value
     return found

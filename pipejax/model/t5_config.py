@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pipejax import registry
 from pipejax.model.backbone import Backbone
-from pipejax.model.config_json import REQUIRED, Key, Keys, read_keys
+from pipejax.model.config_json import REQUIRED, Key, Keys, id_key, read_keys
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import setting
 from pipejax.system.strict_json import JsonMapping, JsonObject
@@ -41,9 +41,9 @@ KEYS: Keys = {
     "is_gated_act": Key(bool, None, null=False),
     "tie_word_embeddings": Key(bool, True, null=True),
     "scale_decoder_outputs": Key(bool, None, null=False),  # None: whether tie_word_embeddings is true
-    "pad_token_id": Key(Any, 0, null=None),
-    "eos_token_id": Key(Any, 1, null=None),
-    "decoder_start_token_id": Key(Any, None, null=None),
+    "pad_token_id": id_key(0),
+    "eos_token_id": id_key(1),
+    "decoder_start_token_id": id_key(None),
 }
 # The keys of config.json, as transformers' MT5Config reads them.
 MT5_KEYS: Keys = KEYS | {
@@ -53,7 +53,7 @@ MT5_KEYS: Keys = KEYS | {
     "num_layers": Key(int, 8),
     "feed_forward_proj": Key(str, "gated-gelu"),
     "tie_word_embeddings": Key(bool, True),
-    "decoder_start_token_id": Key(Any, 0, null=None),
+    "decoder_start_token_id": id_key(0),
 }
 # Path within a sublayer, name in Hugging Face's files without ".weight", axes. `tensors` adds the prefix of the layer.
 ATTENTION = (

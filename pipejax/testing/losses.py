@@ -3,6 +3,7 @@
 Shapes: G sequences, N slots of a sequence, V vocabulary, C choices of a slot.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from pipejax.testing.recomputation import compiled
 GROUPS, SLOTS = 2, 6
 NEAR = 1e-4
 PARTS = ("loss", "divisor")
+Pair = np.ndarray | jax.Array  # a summed loss and its divisor, f32 [2]
 
 
 class Slots(NamedTuple):
@@ -28,14 +30,14 @@ class Slots(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The results of a method's loss, each a pair of the summed loss and its divisor, f32 [2]."""
+    """The results of a method's loss."""
 
-    whole: Any  # the loss of all slots
-    examples: Any  # the sum over the halves of the examples
-    slots: Any  # the sum over the halves of the slots
-    padded: Any  # the loss of all slots, with other logits and targets at slots with weight 0
-    louder: Any  # the loss of all slots, with doubled logits
-    gradient: Any  # f32 [G, N, V], the gradient of the summed loss
+    whole: Pair  # the loss of all slots
+    examples: Pair  # the sum over the halves of the examples
+    slots: Pair  # the sum over the halves of the slots
+    padded: Pair  # the loss of all slots, with other logits and targets at slots with weight 0
+    louder: Pair  # the loss of all slots, with doubled logits
+    gradient: np.ndarray | jax.Array  # f32 [G, N, V], the gradient of the summed loss
 
 
 def measure(method: Method, slots: Slots) -> Losses:
@@ -52,14 +54,14 @@ def measure(method: Method, slots: Slots) -> Losses:
     return jax.device_get(compiled(partial(_measure, method.loss))(slots, _with_other_padding(slots)))
 
 
-def _measure(loss: Any, slots: Slots, padded: Slots) -> Losses:
+def _measure(loss: Callable[..., tuple[jax.Array, jax.Array]], slots: Slots, padded: Slots) -> Losses:
     """See `measure`; traced."""
 
-    def halved(axis: int) -> Any:
+    def halved(axis: int) -> jax.Array:
         halves = zip(*(jnp.split(x, 2, axis=axis) for x in slots), strict=True)
-        return sum(jnp.stack(loss(*half)) for half in halves)
+        return jnp.stack([jnp.stack(loss(*half)) for half in halves]).sum(axis=0)
 
-    def of(slots: Slots) -> Any:
+    def of(slots: Slots) -> jax.Array:
         return jnp.stack(loss(*slots))
 
     louder = slots._replace(logits=2 * slots.logits)
