@@ -1,4 +1,4 @@
-"""Runs the faults and writes what came of them, as JSON and as a table."""
+"""Runs the faults, and writes the results as JSON and as a table."""
 
 import datetime
 import importlib
@@ -24,15 +24,15 @@ from pipejax.system.files import write_text
 LEFT_OUT = ("ok", "failures", "by_kind", "lines", "seconds", "skipped")
 
 
-# What a part is called, the function of this package that runs it, and its options: in a short run, and in a whole one.
+# The title of each part, the function of this package that runs it, and its options in a short run and in a whole run.
 PARTS: dict[str, tuple[str, str, dict[str, tuple[Any, Any]]]] = {
     "repeats": ("The same command twice; a finished run repeated", "repeats.twice", {}),
     "malformed": ("Malformed data, configs, HF directories, run directories", "malformed.many", {}),
     "odd": ("Odd inputs: special ids, tables, encodings, archives, templates, names", "odd.many", {}),
-    "permissions": ("What may not be read or written; names that are too long", "permissions.many", {}),
+    "permissions": ("Files without permissions; names that are too long", "permissions.many", {}),
     "archives": ("Damaged, encrypted and overfull zips", "archives.many", {}),
-    "forged": ("Sealed manifests and configs that lie", "forged.many", {}),
-    "streams": ("Standard streams that are closed, full or gone", "streams.many", {}),
+    "forged": ("Sealed manifests and configs with wrong content", "forged.many", {}),
+    "streams": ("Standard streams that are closed, full or without a reader", "streams.many", {}),
     "environment": ("Settings of JAX and XLA in the shell", "environment.many", {}),
     "kills": ("kill -9 at random moments", "kills.one", {"trials": (2, 100), "seed": (0, 0)}),
     "pairs": ("Two processes, one killed", "kills.two", {"trials": (1, 10), "seed": (0, 0)}),
@@ -63,7 +63,7 @@ PARTS: dict[str, tuple[str, str, dict[str, tuple[Any, Any]]]] = {
 def _run(part: str, commands: Commands, scratch: Path, *, short: bool) -> dict[str, Any]:
     _, place, options = PARTS[part]
     module, _, function = place.rpartition(".")
-    run = getattr(importlib.import_module(f"lab.faults.{module}"), function)  # its imports are its own affair
+    run = getattr(importlib.import_module(f"lab.faults.{module}"), function)  # each part imports only what it needs
     result: dict[str, Any] = run(
         commands, scratch, **{name: few if short else all_ for name, (few, all_) in options.items()}
     )
@@ -71,13 +71,15 @@ def _run(part: str, commands: Commands, scratch: Path, *, short: bool) -> dict[s
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; exit code 1 if any figure is not as it must be."""
+    """Runs the parts; the exit code is 1 if a result is not as it must be."""
     parser = cli.Parser(prog="python -m lab.faults", description=__doc__)
-    parser.add_argument("--json", required=True, metavar="FILE", help="results of parts that do not run now stay in it")
-    parser.add_argument("--table", metavar="FILE", help="the same as a Markdown table")
+    parser.add_argument(
+        "--json", required=True, metavar="FILE", help="file for the results; it keeps the results of other parts"
+    )
+    parser.add_argument("--table", metavar="FILE", help="file for a Markdown table of the results")
     parser.add_argument("--only", metavar="PARTS", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--short", action="store_true", help="a few trials of each")
-    parser.add_argument("--scratch", metavar="DIR", help="where the runs go; default: a temporary directory")
+    parser.add_argument("--short", action="store_true", help="make only a few trials of each part")
+    parser.add_argument("--scratch", metavar="DIR", help="folder of the runs; default: a temporary directory")
     flags = parser.parse_args(argv)
     chosen = flags.only.split(",")
     if unknown := set(chosen) - PARTS.keys():
@@ -96,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             begun = time.monotonic()
             try:
                 result = _run(name, commands, Path(scratch) / name, short=flags.short)
-            except Exception as error:  # one part that breaks costs no other its figures
+            except Exception as error:  # an error in one part must not stop the other parts
                 traceback.print_exc()
                 result = {"ok": False, "failures": [f"{type(error).__name__}: {error}"[:500]]}
             results["parts"][name] = {**result, "seconds": round(time.monotonic() - begun)}
@@ -120,7 +122,7 @@ def _made(short: bool) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: a line a part."""
+    """A Markdown table with a line for each part."""
     lines = ["| | as it must be | figures | seconds |", "|---|---|---|---|"]
     for name, (title, *_) in PARTS.items():
         part = results["parts"].get(name)

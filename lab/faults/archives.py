@@ -1,4 +1,4 @@
-"""Zips that are damaged, encrypted, packed in unknown ways, or that hold far more than they are large."""
+"""Zips that are damaged, encrypted, packed by unknown methods, or far larger when they are unpacked."""
 
 import shutil
 import struct
@@ -19,7 +19,7 @@ LINE = '{"id": "%d", "title": "honey", "abstract": "maps", "keyword": "honey"}\n
 LINES = "".join(LINE % number for number in range(50)).encode()
 MEMBERS = ("train.jsonl", "valid.jsonl", "test.jsonl")
 PREPARE = ("prepare", "kptimes", "--manual-dir={here}/manual", "--data-dir={here}/data")
-# Offsets of fields: behind a member's local header, and behind its entry in the directory at the end.
+# Offsets of fields: in a member's local header, and in its entry in the directory at the end.
 LOCAL, CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
 
 
@@ -35,7 +35,7 @@ def _zip(here: Path, content: bytes = LINES, names: tuple[str, ...] = MEMBERS) -
 def _field(
     here: Path, local: int, central: int, value: int, form: str = "<H", names: tuple[str, ...] = MEMBERS
 ) -> None:
-    """Sets a field of every member, in both of its places."""
+    """Sets a field of every member, in its header and in its entry."""
     path = _zip(here, names=names)
     data = bytearray(path.read_bytes())
     for mark, offset in ((LOCAL, local), (CENTRAL, central)):
@@ -59,7 +59,7 @@ def _damage(data: bytearray) -> None:
 
 
 def _bomb(here: Path, name: str) -> None:
-    """A member of 6 GiB, a single line, in 26 megabytes."""
+    """Writes a zip of 26 MB with a member of 6 GiB, which is a single line."""
     path = here / "manual/files.zip"
     path.parent.mkdir()
     deflated = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
@@ -81,17 +81,17 @@ KINDS = (
     ENCRYPTED,
     _kind("strongly encrypted", lambda here: _field(here, 6, 8, 0x41), "cannot be read"),
     _kind("an unknown method", lambda here: _field(here, 8, 10, 77), "cannot be read", "compression"),
-    _kind("a method of long ago", lambda here: _field(here, 8, 10, 6), "cannot be read", "compression"),
-    _kind("another method than it says", lambda here: _field(here, 8, 10, 14), "cannot be read"),
+    _kind("an obsolete method", lambda here: _field(here, 8, 10, 6), "cannot be read", "compression"),
+    _kind("another method than in the header", lambda here: _field(here, 8, 10, 14), "cannot be read"),
     _kind("a newer version", lambda here: _field(here, 4, 6, 99), "cannot be read"),
     _kind("patched data", lambda here: _field(here, 6, 8, 0x20), "cannot be read"),
-    _kind("another size than it says", lambda here: _field(here, 22, 24, 10, "<I"), "cannot be read"),
+    _kind("another size than in the header", lambda here: _field(here, 22, 24, 10, "<I"), "cannot be read"),
     _kind("an empty zip", lambda here: _zip(here, names=()), "found no train.jsonl"),
     _kind("other files", lambda here: _zip(here, names=("thesis.tex",)), "found no train.jsonl"),
-    _kind("nothing but zeros in a member", lambda here: _zip(here, bytes(1000)), "train.jsonl:1: not JSON"),
+    _kind("a member of zeros", lambda here: _zip(here, bytes(1000)), "train.jsonl:1: not JSON"),
     _kind("a line of 6 GiB", lambda here: _bomb(here, "train.jsonl"), "train.jsonl:1: found a line of more"),
     _kind(
-        "an array that says it has 3 GiB",
+        "an array with a declared size of 3 GiB",
         lambda here: _field(here, 22, 24, 3 * 2**30, "<I", ("train.json",)),
         "at most",
     ),
@@ -99,13 +99,13 @@ KINDS = (
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """All of them as the command reads them, and one given to the command: what that imports takes seconds."""
+    """Reads all archives in this process, and one by the command, whose imports take seconds."""
     results = [attempt(kind, scratch / str(number)) for number, kind in enumerate(KINDS)]
     return refusals.summary([*results, *refusals.many(commands, scratch / "command", [ENCRYPTED])])
 
 
 def attempt(kind: Kind, here: Path) -> dict[str, Any]:
-    """What reading all records of a spoiled archive comes to."""
+    """Reads all records of a spoiled archive; returns the result."""
     here.mkdir(parents=True)
     kind.spoil(here)
     before, line = snapshot(here), ""

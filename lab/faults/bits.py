@@ -1,4 +1,4 @@
-"""Single bits of a run's tokenizer, flipped: decoding and training refuse it, or no id of any text changes."""
+"""Flips single bits in a run's tokenizer: decoding and training must refuse it, or no id of any text may change."""
 
 import json
 import random
@@ -24,7 +24,7 @@ Ids = list[list[int]]
 
 
 def many(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
-    """Each trial flips one bit of one file, and opens the run as decoding and as training do."""
+    """Flips one bit of one file in each trial, and opens the run as decoding and as training open it."""
     path = runs.prepare(scratch / "tiny")
     assert commands.train(path, scratch / "run", *SETTINGS).end() == 0
     parts = commands.share("lab.faults.bits", scratch, trials)
@@ -42,7 +42,7 @@ def many(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The trials from one number to another."""
+    """Makes the trials from one number to another."""
     scratch, first, last, out = Path(argv[0]), int(argv[1]), int(argv[2]), Path(argv[3])
     config = config_lib.load(scratch / "tiny/config.py", SETTINGS)
     original, copy = scratch / "run/tokenizer", scratch / f"copy-{first}"
@@ -78,19 +78,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
-    """The tokenizer that training would go on with."""
+    """The tokenizer with which training would continue."""
     store = Store(run / "checkpoints")
     data = cast(dict[str, str], store.describe(store.steps()[0]).metadata)
     return start.start_run(config, RunDirectory(run), store, data).tokenizer
 
 
 def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:
-    """What a tokenizer makes of texts, and of every id."""
+    """The ids of texts by a tokenizer, and the text of every id."""
     assert tokenizer is not None
     return [tokenizer.encode(text) for text in texts], [tokenizer.decode([i]) for i in range(tokenizer.size)]
 
 
 def _texts() -> list[str]:
-    """Texts with every word of the vocabulary, and some without."""
+    """Texts with every word of the vocabulary, and texts with other words."""
     words = [*demo.NOUNS, "unknown", "Honey", "maps.", "1234", "\u00e9t\u00e9", "a b", ""]
     return [*words, " ".join(words), "  honey   maps ", "honey\tmaps\nhoney", "</s> honey <pad>"]

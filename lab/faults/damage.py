@@ -1,4 +1,4 @@
-"""Damaged checkpoints: what is restored is compared, bit by bit, with what was saved; plain Orbax beside it."""
+"""Damages checkpoints, and compares restored arrays with saved arrays bit by bit, for pipejax and for plain Orbax."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Store
 from pipejax.training.step import Trainer
 
-Damage = Callable[[random.Random, Path], str]  # damages a directory of steps; says what it did
+Damage = Callable[[random.Random, Path], str]  # damages a directory of steps; returns a description
 
 
 def _files(place: Path) -> list[Path]:
@@ -40,12 +40,12 @@ def _array_file(chance: random.Random, directory: Path) -> Path:
 
 
 def flip(chance: random.Random, directory: Path) -> str:
-    """One bit of any file of the newest step."""
+    """Flips one bit in any file of the newest step."""
     return _flipped(chance, chance.choice(_files(_newest(directory))))
 
 
 def flip_data(chance: random.Random, directory: Path) -> str:
-    """One bit of a file that holds arrays."""
+    """Flips one bit in a file of arrays."""
     return _flipped(chance, _array_file(chance, directory))
 
 
@@ -57,7 +57,7 @@ def _flipped(chance: random.Random, path: Path) -> str:
 
 
 def zero(chance: random.Random, directory: Path) -> str:
-    """A stretch of zeros, as a lost disk block leaves it."""
+    """Writes a range of zeros, as after the loss of a disk block."""
     path = _array_file(chance, directory)
     content = bytearray(path.read_bytes())
     start = chance.randrange(len(content))
@@ -68,7 +68,7 @@ def zero(chance: random.Random, directory: Path) -> str:
 
 
 def truncate(chance: random.Random, directory: Path) -> str:
-    """Any file ends early."""
+    """Truncates any file."""
     path = chance.choice(_files(_newest(directory)))
     content = path.read_bytes()
     path.write_bytes(content[: chance.randrange(len(content))])
@@ -76,21 +76,21 @@ def truncate(chance: random.Random, directory: Path) -> str:
 
 
 def delete(chance: random.Random, directory: Path) -> str:
-    """Any file is gone."""
+    """Deletes any file."""
     path = chance.choice(_files(_newest(directory)))
     path.unlink()
     return str(path)
 
 
 def append(chance: random.Random, directory: Path) -> str:
-    """Any file is longer."""
+    """Appends bytes to any file."""
     path = chance.choice(_files(_newest(directory)))
     path.write_bytes(path.read_bytes() + chance.randbytes(chance.randrange(1, 100)))
     return str(path)
 
 
 def swap_items(chance: random.Random, directory: Path) -> str:
-    """An item of the newest step changes places with that of the one before."""
+    """Swaps an item of the newest step with the same item of the previous step."""
     before, newest = _steps(directory)[-2:]
     name = chance.choice(("params", "state", "manifest"))
     _swap(before / name, newest / name)
@@ -98,7 +98,7 @@ def swap_items(chance: random.Random, directory: Path) -> str:
 
 
 def swap_files(chance: random.Random, directory: Path) -> str:
-    """Two files of arrays change places."""
+    """Swaps two files of arrays."""
     paths = [path for path in _files(_newest(directory)) if path.parent.name == "d"]
     first, second = chance.sample(paths, 2)
     _swap(first, second)
@@ -106,21 +106,21 @@ def swap_files(chance: random.Random, directory: Path) -> str:
 
 
 def swap_steps(chance: random.Random, directory: Path) -> str:
-    """Whole steps change names."""
+    """Swaps the names of two steps."""
     before, newest = _steps(directory)[-2:]
     _swap(before, newest)
     return f"{newest} <-> {before}"
 
 
 def empty_directory(chance: random.Random, directory: Path) -> str:
-    """A directory named like a later step, with nothing in it."""
+    """Adds an empty directory with the name of a later step."""
     path = directory / str(int(_newest(directory).name) + chance.randrange(1, 100))
     path.mkdir()
     return str(path)
 
 
 def foreign_directory(chance: random.Random, directory: Path) -> str:
-    """A later step that somebody else wrote: other files, another Orbax checkpoint, or a file."""
+    """Adds a later step that pipejax did not write: other files, another Orbax checkpoint, or a file."""
     path = directory / str(int(_newest(directory).name) + chance.randrange(1, 100))
     kind = chance.choice(("files", "orbax", "file"))
     if kind == "files":
@@ -159,7 +159,7 @@ def _swap(a: Path, b: Path) -> None:
 
 
 def many(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
-    """Damages copies of a run's three steps, one or, every tenth time, all of them, and restores."""
+    """Damages copies of a run's three steps, one step or, in every tenth trial, all steps, and restores."""
     path = runs.prepare(scratch / "tiny")
     assert commands.train(path, scratch / "run").end() == 0
     parts = commands.share("lab.faults.damage", scratch, trials)
@@ -186,7 +186,7 @@ def many(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The trials from one number to another."""
+    """Makes the trials from one number to another."""
     scratch, first, last, out = Path(argv[0]), int(argv[1]), int(argv[2]), Path(argv[3])
     config = config_lib.load(scratch / "tiny/config.py")
     trainer = Trainer(config)
@@ -222,11 +222,11 @@ def main(argv: Sequence[str]) -> int:
             failures.append(f"{number}: {done}")
         else:
             result = "newest" if not aside else "fell back"
-        # One line about each step that was not used, and that step kept under another name.
+        # There is one line about each unused step, and the step is kept under another name.
         left = {path.name for path in _steps(copy)}
         if len(heard.buffer) != len(aside) or before - left != {name.split("-")[1] for name in aside}:
             failures.append(f"{number}: {done}: {[record.getMessage() for record in heard.buffer]}, {aside}")
-        if result == "fell back" and restored is not None:  # and goes on: the step that was lost is saved once more
+        if result == "fell back" and restored is not None:  # the run continues, and saves the lost step again
             lost = int(max(aside, key=lambda name: int(name.split("-")[1])).split("-")[1])
             done_again = store.save(lost, restored.items, config=config, wait=True)
             again += done_again and _bytes(store.restore(lost, lambda _: trainer.templates()).items) == _bytes(
@@ -241,13 +241,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bytes(items: Any) -> dict[str, bytes]:
-    """Every array's bits, by path: nothing here knows of fingerprints."""
+    """The bytes of each array by path, without the use of fingerprints."""
     leaves = jax.tree_util.tree_flatten_with_path(items)[0]
     return {jax.tree_util.keystr(keys): np.asarray(x).tobytes() for keys, x in leaves}
 
 
 def _orbax(directory: Path, trainer: Trainer, saved: dict[int, Any]) -> str:
-    """What Orbax alone makes of it: its latest step, restored as its documentation shows."""
+    """The result of plain Orbax: the latest step, restored as in its documentation."""
     handlers = {"params": ocp.StandardCheckpointHandler(), "state": ocp.StandardCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(read_only=True)
     try:

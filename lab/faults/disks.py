@@ -1,4 +1,4 @@
-"""Disks that are full or read-only. Needs to mount a small tmpfs, which only root may."""
+"""Tests disks that are full or read-only. The tests mount a small tmpfs, which requires root."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ KEEP = "train.keep_checkpoints=50"
 
 
 class CannotMount(Exception):
-    """Says why not."""
+    """Raised if the small disk cannot be mounted, with the reason."""
 
 
 def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
-    """Each trial is a run on a disk that fills up; then there is room, and the same command goes on."""
+    """Runs a training on a disk that fills up in each trial; then there is space, and the same command continues."""
     config = runs.prepare(scratch / "tiny")
     assert commands.train(config, scratch / "undisturbed", KEEP).end() == 0
     reference = runs.outcome(scratch / "undisturbed")
@@ -33,7 +33,7 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
                 command = commands.train(config, workdir, KEEP)
                 code, said = command.end(), command.said()
                 kept = runs.committed(workdir)
-                done = max(words) in kept  # the last save found room again, after some that did not
+                done = max(words) in kept  # the last save found space again, after failed saves
                 intact = all(runs.state_word(workdir, step) == words[step] for step in kept)
                 tidy = not runs.saves_under_way(workdir)
                 _mount("remount", disk, 64 * whole)
@@ -70,7 +70,7 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
 
 
 def read_only(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """A new run, a run to go on with, and a conversion, on a read-only disk."""
+    """Starts a new run, resumes a run, and converts, on a read-only disk."""
     config = runs.prepare(scratch / "tiny")
     try:
         with _small_disk(scratch / "disk", 64 << 20) as disk:
@@ -95,7 +95,7 @@ def read_only(commands: Commands, scratch: Path) -> dict[str, Any]:
 
 
 def snapshot(directory: Path) -> dict[str, Any]:
-    """All files with their contents and times."""
+    """The contents and times of all files."""
     return {
         str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
         for path in sorted(directory.rglob("*"))
@@ -103,7 +103,7 @@ def snapshot(directory: Path) -> dict[str, Any]:
 
 
 def _plain(said: list[str], *, done: bool) -> bool:
-    """Whether each failed save cost one line, and nothing else was said about it; best/ is tried again at the end."""
+    """Whether there is exactly one line for each failed save; best/ is saved again at the end."""
     failed = [line.removeprefix("warning: ").partition(":")[0] for line in said if "not saved" in line]
     tries = {place: failed.count(place) for place in failed}
     once = all(times <= (2 if "/best/" in place else 1) for place, times in tries.items())

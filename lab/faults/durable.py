@@ -1,4 +1,4 @@
-"""What a power cut could take, from the order of writes, fsyncs and renames that a command makes."""
+"""Finds files that a power cut could lose, from the order of writes, fsyncs and renames of a command."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,24 +10,24 @@ from lab.faults.events import Event, Trap
 from lab.faults.runs import Commands
 
 STEP = re.compile(r"[0-9]+")
-SPARED = (".lock",)  # nobody misses them
+SPARED = (".lock",)  # files whose loss does not matter
 SETTINGS = ("train.steps=6", "train.checkpoint_every=2", "train.evaluate_every=2", "train.keep_checkpoints=1")
 
 
 class Disk:
-    """What would be left of a directory, empty at first, if the power failed now: files, names, and what is at risk."""
+    """The state of a directory on a disk if the power failed now: files, names, and losses. It is empty at first."""
 
     def __init__(self, root: Path) -> None:
-        """An empty directory."""
+        """Starts with an empty directory."""
         self.root = root
         self.present: set[Path] = set()
-        self.made_as: dict[Path, Path] = {}  # the name that a file had first
+        self.made_as: dict[Path, Path] = {}  # the first name of each file
         self.unwritten: set[Path] = set()  # files whose content may not be on disk
         self.unnamed: set[Path] = set()  # entries that their directory may not have on disk
         self.losses: list[str] = []
 
     def see(self, event: Event, later: Iterable[Path] = ()) -> None:
-        """What one event does; `later` are the paths that are renamed after it."""
+        """Applies an event; `later`: the paths that are renamed after it."""
         path, to = event.path, event.to
         if event.kind == "fsync":
             self._enter(path)
@@ -39,7 +39,7 @@ class Disk:
         elif event.kind == "mkdir":
             self._enter(path)
         elif event.kind == "rename" and to is not None:
-            if not set(later) & set(to.parents):  # else what it is a part of gets its name later
+            if not set(later) & set(to.parents):  # otherwise the folder that contains it gets its final name later
                 self._check_whole(path, to)
             if _committed(path):
                 self._check_replaced(path)
@@ -59,7 +59,7 @@ class Disk:
             self._leave(path)
 
     def end(self) -> list[str]:
-        """All that was or still is at risk when the command has ended; nothing if everything is on disk."""
+        """All losses that were possible during or after the command; empty if everything is on disk."""
         for what, paths in (("its content", self.unwritten), ("its name", self.unnamed)):
             at_risk = sorted(path for path in paths if path.name not in SPARED)
             self.losses += [f"{self._short(path)}: {what} may not be on disk at the end" for path in at_risk]
@@ -76,18 +76,18 @@ class Disk:
             of -= {name for name in of if name == path or path in name.parents}
 
     def _check_whole(self, path: Path, to: Path) -> None:
-        """Whatever gets its name by a rename is on disk before."""
+        """Records a loss if a path is renamed to its final name before its content is on disk."""
         within = sorted(p for p in self.unwritten | self.unnamed if path in p.parents or p == path in self.unwritten)
         if within:
             few = ", ".join(str(p.relative_to(path)) for p in within[:3])
             self.losses.append(f"{self._short(to)}: renamed with {len(within)} not on disk ({few}, ...)")
 
     def _check_replaced(self, old: Path) -> None:
-        """A step goes only when a newer one in its place is on disk, with all names that lead to it."""
+        """Records a loss if a step is removed before a newer step is on disk, with all names in its path."""
         newer = [p for p in self.present if p.parent == old.parent and _committed(p) and int(p.name) > int(old.name)]
         safe = [p for p in newer if not self.unnamed & {p, *p.parents}]
         if not safe and old in self.present:
-            self.losses.append(f"{self._short(old)}: goes before a newer step is on disk")
+            self.losses.append(f"{self._short(old)}: removed before a newer step is on disk")
 
     def _short(self, path: Path) -> str:
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
@@ -98,13 +98,13 @@ def _committed(path: Path) -> bool:
 
 
 def losses(root: Path, happened: Sequence[Event], left: Iterable[Path] | None = None) -> list[str]:
-    """What a power cut could have taken at some time, each once.
+    """The files that a power cut could have lost at some time, each once.
 
     Args:
       root: the directory, empty at first.
       happened: all events below it.
-      left: the paths that are there after them. A library in Rust renames past what sees events: a file of another name
-        than it was made with counts as lost if nothing has synced it, and the name that it had is forgotten.
+      left: the paths that exist after the events. Renames by a library in Rust cause no events: a file whose name
+        differs from its first name counts as lost if it was not synced, and the first name is forgotten.
     """
     if left is None:
         return _replay(root, happened).end()

@@ -1,4 +1,4 @@
-"""Settings of JAX and XLA in somebody's shell: those that would change a run do not, and the others are one line."""
+"""Tests settings of JAX and XLA in the shell: they must not change a run, or they are refused in one line."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from lab.faults.runs import Commands
 ROOT = Path(__file__).parents[2]
 PINNED: tuple[Mapping[str, str], ...] = (
     {"JAX_ENABLE_X64": "1"},
-    {"JAX_ENABLE_X64": "perhaps"},  # which JAX would not even be imported with
+    {"JAX_ENABLE_X64": "perhaps"},  # with this value, importing JAX would fail
     {"JAX_DISABLE_JIT": "1"},
     {"JAX_DEBUG_NANS": "1"},
     {"JAX_THREEFRY_PARTITIONABLE": "0"},
@@ -33,7 +33,7 @@ REFUSED: tuple[tuple[Mapping[str, str], str], ...] = (
 LOAD = "import pipejax; g = pipejax.load(sys.argv[1]); print(g.decode(['honey maps'])[0]['text'])"
 PROGRAMS: tuple[
     tuple[str, dict[str, str], str, str], ...
-] = (  # with the word that must be in the UserError; "" where it works
+] = (  # and the word that the UserError must contain; "": the program works
     ("imported first", {"JAX_ENABLE_X64": "1"}, f"import sys; {LOAD}", ""),
     ("JAX first", {"JAX_ENABLE_X64": "1"}, f"import sys, jax; {LOAD}", "jax_enable_x64: found True"),
     ("set before", {}, f"import sys, jax; jax.config.update('jax_enable_x64', True); {LOAD}", "jax_enable_x64"),
@@ -42,7 +42,7 @@ PROGRAMS: tuple[
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """Trainings with pinned settings must be the same to the bit; programs and commands with others end in one line."""
+    """Checks that trainings with pinned settings have equal bits, and that other settings are refused in one line."""
     here = refusals.template(commands, scratch / "template")
     plain = _train(here, scratch / "plain", {})
     reference = plain["word"]

@@ -1,9 +1,10 @@
-/* Sees what a process does to the files below one directory; kills it at the n-th event, or writes all of them down.
+/* Records the file events of a process below one directory, or kills the process at the n-th event.
  *
- * Loaded with LD_PRELOAD and idle until `faults_arm` is called. An event is an opening for writing, a write, a change of
- * length, a rename, a link, a removal, a new directory or an fsync. A line of the log is: number, operation, path, and the
- * new path of a rename, with tabs between. A write, rename or removal is written down before it happens, an opening, a new
- * directory and an fsync after it has succeeded: what the log says was durable at a rename was.
+ * The library is loaded with LD_PRELOAD, and idle until `faults_arm` is called. An event is an opening for writing, a
+ * write, a change of length, a rename, a link, a removal, a new directory or an fsync. A line of the log is: number,
+ * operation, path, and the new path of a rename, with tabs between them. A write, rename or removal is logged before it
+ * happens; an opening, a new directory and an fsync are logged after they have succeeded. So everything that is durable
+ * by the log at a rename was durable.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,7 +32,7 @@ static int log_fd = -1;
 static atomic_long count;
 static atomic_int armed;
 
-/* Counts from now on what happens below `directory`. */
+/* Counts the events below `directory` from now on. */
 void faults_arm(const char *directory, long number, const char *part, const char *log) {
     if (!realpath(directory, place)) snprintf(place, sizeof place, "%s", directory);
     place_length = strlen(place);
@@ -42,7 +43,7 @@ void faults_arm(const char *directory, long number, const char *part, const char
     atomic_store(&armed, 1);
 }
 
-/* The file that a descriptor stands for; 0 if it is no file below the directory. */
+/* Returns the path of a descriptor's file; 0 if the file is not below the directory. */
 static int find_fd(int fd, char *path) {
     char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -71,7 +72,7 @@ static int find(int directory, const char *name, char *path) {
     return !strncmp(path, place, place_length) && (path[place_length] == '/' || !path[place_length]);
 }
 
-/* Whether this is the event at which the process dies. */
+/* Whether the process dies at this event. */
 static int note(const char *operation, const char *path, const char *to) {
     char line[2 * PATH_MAX + 64];
     long number = atomic_fetch_add(&count, 1) + 1;
@@ -106,13 +107,13 @@ static void at_rename(int from, const char *old, int to, const char *new) {
     if (inside && note("rename", a, b)) die();
 }
 
-/* Whether the process dies in this write: then half of it is on disk. */
+/* Whether the process dies in this write; half of it is then written. */
 static int at_write(int fd) {
     char path[PATH_MAX];
     return atomic_load(&armed) && find_fd(fd, path) && note("write", path, "");
 }
 
-/* Of what may fail: before it, and, with its path, after it. */
+/* For calls that may fail: called before the call, and with the path after it. */
 static int before(const char *operation, int directory, const char *name, char *path) {
     if (!atomic_load(&armed) || !name || !find(directory, name, path)) return 0;
     if (deadly && note(operation, path, "")) die();
@@ -202,7 +203,7 @@ ssize_t pwrite64(int fd, const void *bytes, size_t size, off64_t where) {
     return real(fd, bytes, size, where);
 }
 
-/* Of several pieces the first alone. */
+/* A process that dies here writes only the first of several pieces. */
 ssize_t writev(int fd, const struct iovec *pieces, int pieces_count) {
     REAL(writev);
     if (at_write(fd)) { (void)!real(fd, pieces, pieces_count > 1); die(); }

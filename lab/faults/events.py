@@ -1,4 +1,4 @@
-"""What a process does to files, event by event: kills at one of them, and the whole list. Linux and glibc only."""
+"""Records the file events of a process, or kills the process at one of them. Works on Linux with glibc only."""
 
 import ctypes
 import dataclasses
@@ -13,14 +13,14 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 class CannotWatch(Exception):
-    """Says why there is no seeing the file events of a process here."""
+    """Raised if the file events of a process cannot be recorded here, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trap:
-    """Watches what happens below a directory: all events are written down, or the process dies at one.
+    """Settings to record all events below a directory, or to kill the process at one event.
 
-    That is the event of this number, or the first one whose path has `part` in it.
+    The process dies at the event `number`, or at the first event whose path contains `part`.
     """
 
     directory: Path
@@ -35,20 +35,20 @@ class Event(NamedTuple):
     number: int
     kind: str
     path: Path
-    to: Path | None  # of a rename
+    to: Path | None  # new path of a rename
 
 
 def build(directory: Path) -> Path:
-    """Compiles the library that a process must be started with (LD_PRELOAD).
+    """Compiles the library with which a process must be started (LD_PRELOAD); returns its path.
 
     Raises:
-      CannotWatch: another system, or no compiler.
+      CannotWatch: the system is not Linux with glibc, or there is no compiler.
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
-        raise CannotWatch("file events can be seen on Linux with glibc only")
+        raise CannotWatch("file events can be recorded on Linux with glibc only")
     compiler = shutil.which("cc")
     if compiler is None:
-        raise CannotWatch("found no C compiler (cc), which sees to it that file events are seen")
+        raise CannotWatch("found no C compiler (cc) to compile the library that records file events")
     target = directory / "events.so"
     command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(target), str(SOURCE), "-ldl"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -60,14 +60,14 @@ def build(directory: Path) -> Path:
 def arm(trap: Trap, library: Path) -> None:
     """Sets the trap in this process, which was started with the library."""
     if str(library) not in os.environ.get("LD_PRELOAD", "").split(":"):
-        raise CannotWatch("the processes that commands are forked from were started without the library")
+        raise CannotWatch("the process from which commands are forked was started without the library")
     shim = ctypes.CDLL(str(library))
     number, part = ctypes.c_long(trap.event), os.fsencode(trap.part)
     shim.faults_arm(os.fsencode(trap.directory), number, part, os.fsencode(trap.log))
 
 
 def read(log: Path) -> list[Event]:
-    """The events that a process has left: all, or the one that it died at."""
+    """Reads the events in a log: all events, or the event at which the process died."""
     events = []
     for line in log.read_text(errors="replace").splitlines() if log.is_file() else ():
         number, kind, path, to = line.split("\t")

@@ -1,4 +1,4 @@
-"""Manifests that are sealed as they should be and say what is not so, and what their config makes of the arrays."""
+"""Manifests with a correct seal and wrong content, and configs that do not fit the arrays."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def _kind(name: str, change: Callable[[dict[str, Any]], Any], *words: str) -> Ki
 
 
 def _put(key: str, value: Any, *words: str) -> Kind:
-    """A dotted key with another value; `...` takes it out."""
+    """A manifest with another value for a dotted key; `...` removes the key."""
     *parents, last = key.split(".")
 
     def change(body: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def _each(key: str, values: list[Any], *words: str) -> list[Kind]:
 
 
 def _entry(value: Any, path: str = NORM) -> Kind:
-    """Another entry for a parameter."""
+    """A manifest with another entry for a parameter."""
     name = f"arrays of {path!r:.40} = {repr(value)[:40]}"
     return _kind(name, lambda body: body["arrays"]["params"].update({path: value}), path.rpartition("/")[2])
 
@@ -73,7 +73,7 @@ FALSE_SHAPES: list[Any] = [
 KINDS = (
     *_each("format", ["1", True, 1.0, 2, None, [1], ...], "format", "the number 1"),
     *_each("step", ["4", 4.0, True, None, {}, ...]),
-    *_each("step", [99, -4, 10**30], "no intact step"),  # of another step: damage
+    *_each("step", [99, -4, 10**30], "no intact step"),  # the number of another step counts as damage
     *_each("arrays", [[], "params", None, 3, {}, {"../x": {}}, {"state": {}}, ...]),
     *_each("arrays.params", [[], "params", None, 3]),
     _put("arrays.params", {}, "params"),
@@ -83,7 +83,7 @@ KINDS = (
     *map(_entry, (["float32", shape, 1, 2] for shape in SHAPES)),
     *map(_entry, (["float32", [16], *numbers] for numbers in (("1", 2), (1.5, 2), (1, None), (True, 2)))),
     *(_entry(GOOD, path) for path in ("", "/x", "x/", "a//b", f"{NORM}/more", "encoder", "lora_a", "x/lora_a")),
-    _entry(["float32", [16, 4], 1, 2], "encoder/layers_0/attention/query/lora_a"),  # without its other half
+    _entry(["float32", [16, 4], 1, 2], "encoder/layers_0/attention/query/lora_a"),  # without the second factor, lora_b
     *_each("metadata", [[], "x", None, {"data": 3}, {"score": "x"}, {"score": ["x"]}, ...]),
     *_each("metadata", [{"tokenizer": []}, {"tokenizer": "x"}, {"tokenizer": {"tokenizer.json": 3}}]),
     *_each("metadata", [{"shapes": shapes} for shapes in FALSE_SHAPES]),
@@ -108,13 +108,13 @@ KINDS = (
     _put("config.decode.batch_size", 10**30, "batch_size"),
     _put("config.decode.max_length", 10**9, "max_length"),
     _put("metadata.tokenizer", {"tokenizer.json": "0" * 64}, "tokenizer.json")._replace(words=("run/tokenizer",)),
-    _kind("a grid for nobody", lambda b: b["config"]["grid"].update(time_max=2**15, sub_max=2**15), "grid"),
+    _kind("a grid that is too large", lambda b: b["config"]["grid"].update(time_max=2**15, sub_max=2**15), "grid"),
     _put("config.data.separator", 3, "separator"),
     _put("config.data.max_source", 10**12, "max_source"),
 )
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """All of them, decoded."""
+    """Decodes with all forged manifests."""
     results = refusals.many(commands, scratch, KINDS)
     return {"forgeries": len(results), **refusals.summary(results)}

@@ -1,4 +1,4 @@
-"""Saves that cannot succeed: the command must end, in time and with one line for each, and not wait for ever."""
+"""Tests saves that cannot succeed: the command must end in time, with one line for each save, and must not hang."""
 
 import array
 import contextlib
@@ -14,25 +14,25 @@ from lab.faults import power, runs
 from lab.faults.disks import CannotMount
 from lab.faults.runs import Command, Commands
 
-BOUND = 60.0  # seconds that a command may take to end once nothing can be saved any more
+BOUND = 60.0  # seconds in which a command must end after saving has become impossible
 SHUT_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN of linux/ext4.h: every access fails from then on
 SETTINGS = ("train.steps=48", "train.evaluate_every=48", "train.checkpoint_every=4")
 
 
 class CannotTry(Exception):
-    """Says why not."""
+    """Raised if a fault cannot be produced here, with the reason."""
 
 
 def many(commands: Commands, scratch: Path, *, short: bool = False) -> dict[str, Any]:
-    """Directories that take nothing, a disk that dies, and too few open files."""
+    """Tests directories that accept no files, a disk that fails, and too few open files."""
     config = runs.prepare(scratch / "tiny")
     results = []
     ways = (
-        ("checkpoints/ takes no file", _closed("checkpoints")),
+        ("checkpoints/ accepts no file", _closed("checkpoints")),
         ("eight open files", _few(8)),
         ("forty open files", _few(40)),
-        ("best/ takes no file", _closed("best")),
-        ("the disk dies", _dead),
+        ("best/ accepts no file", _closed("best")),
+        ("the disk fails", _dead),
     )
     for name, way in ways[: 2 if short else None]:
         here = scratch / name.replace(" ", "-").replace("/", "")
@@ -56,7 +56,7 @@ def many(commands: Commands, scratch: Path, *, short: bool = False) -> dict[str,
 
 
 def _closed(name: str) -> Callable[[Commands, Path, Path], dict[str, Any]]:
-    """A directory that becomes immutable in the middle of a training."""
+    """A fault by which a directory becomes immutable during a training."""
 
     def way(commands: Commands, config: Path, here: Path) -> dict[str, Any]:
         run = here / "run"
@@ -66,7 +66,7 @@ def _closed(name: str) -> Callable[[Commands, Path, Path], dict[str, Any]]:
         with _immutable(run / name):
             result = _end(command)
             kept = runs.committed(run)
-        codes = (0, 1) if name == "best" else (1,)  # best/ is not what a run goes on from
+        codes = (0, 1) if name == "best" else (1,)  # a run does not resume from best/
         again = commands.train(config, run, *settings)
         went_on = again.end(timeout=300) == 0 and runs.committed(run)[-1] == 48
         result["ok"] = result["ok"] and result["code"] in codes and bool(kept) and went_on
@@ -76,7 +76,7 @@ def _closed(name: str) -> Callable[[Commands, Path, Path], dict[str, Any]]:
 
 
 def _dead(commands: Commands, config: Path, here: Path) -> dict[str, Any]:
-    """A disk that answers nothing but errors from some moment on."""
+    """Trains on a disk that from some moment on returns only errors."""
     with power.image(here / "disk") as disk:
         run = disk / "run"
         command = commands.train(config, run, *SETTINGS)
@@ -87,7 +87,7 @@ def _dead(commands: Commands, config: Path, here: Path) -> dict[str, Any]:
         except OSError as error:
             command.send(9)
             command.end()
-            raise CannotTry(f"this kernel cannot take a disk away: {error.strerror}") from error
+            raise CannotTry(f"this kernel cannot shut down a disk: {error.strerror}") from error
         finally:
             os.close(handle)
         result = _end(command)
@@ -95,7 +95,7 @@ def _dead(commands: Commands, config: Path, here: Path) -> dict[str, Any]:
 
 
 def _few(files: int) -> Callable[[Commands, Path, Path], dict[str, Any]]:
-    """A training that may hold few files open."""
+    """A fault by which a training may hold only a few files open."""
 
     def way(commands: Commands, config: Path, here: Path) -> dict[str, Any]:
         result = _end(commands.train(config, here / "run", *SETTINGS, files=files))
@@ -105,7 +105,7 @@ def _few(files: int) -> Callable[[Commands, Path, Path], dict[str, Any]]:
 
 
 def _end(command: Command) -> dict[str, Any]:
-    """Waits for the end: its code, its last lines, and whether it came in time and without a traceback."""
+    """Waits for the end of a command; returns its exit code, last lines, and whether it ended in time, as required."""
     begun = time.monotonic()
     try:
         code = command.end(timeout=BOUND)
@@ -124,7 +124,7 @@ def _immutable(directory: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CannotTry("found no chattr") from error
     if done.returncode:
-        raise CannotTry(f"nothing can be made immutable here: {done.stderr.strip()}")
+        raise CannotTry(f"chattr cannot make a directory immutable here: {done.stderr.strip()}")
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""kill -9: of one process at any moment, and of one of two. What comes after must be what would have come without."""
+"""Kills by kill -9 one process, or one of two, at any moment: later results must equal those of an undisturbed run."""
 
 import random
 import signal
@@ -15,11 +15,11 @@ HEARTBEAT = 10
 
 
 def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: int = 2) -> dict[str, Any]:
-    """Each trial is a run that is killed once and started again; half of the kills aim at a save."""
+    """Runs a training in each trial, kills it once, and starts it again. Half of the kills aim at a save."""
     config = runs.prepare(scratch / "tiny")
     reference, seconds = _reference(commands, config, scratch / "undisturbed")
     assert commands.train(config, scratch / "warm", f"train.steps={runs.STEPS // 2}").end() == 0
-    assert commands.train(config, scratch / "warm").end() == 0  # going on compiles what beginning does not
+    assert commands.train(config, scratch / "warm").end() == 0  # a resumed run compiles more than a new one
 
     def trial(number: int) -> dict[str, Any]:
         chance, workdir = random.Random(seed + number), scratch / f"killed-{number}"
@@ -33,7 +33,7 @@ def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: i
                 time.sleep(chance.uniform(0.2, 1.0) * seconds)
             command.send(signal.SIGKILL)
             if command.end() == -signal.SIGKILL:
-                break  # else it was done before
+                break  # otherwise the run ended before the kill
         found = _found(workdir)
         again = commands.train(config, workdir)
         code = again.end()
@@ -47,7 +47,7 @@ def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: i
 
 
 def two(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[str, Any]:
-    """Each trial is a run of two processes one of which is killed; both are then started again."""
+    """Runs a training of two processes in each trial, kills one of them, and starts both again."""
     config = runs.prepare(scratch / "tiny")
     started = commands.pair(config, scratch / "undisturbed")
     assert [command.end() for command in started] == [0, 0], started[0].said()
@@ -89,8 +89,8 @@ def two(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[st
 
 
 def _reference(commands: Commands, config: Path, workdir: Path) -> tuple[dict[str, Any], float]:
-    """The undisturbed outcome, and how long such a run takes."""
-    for _ in range(2):  # the second time everything is compiled
+    """The outcome and the duration of an undisturbed run."""
+    for _ in range(2):  # in the second run everything is compiled
         begun = time.monotonic()
         assert commands.train(config, runs.fresh(workdir)).end() == 0
     return runs.outcome(workdir), time.monotonic() - begun
@@ -105,7 +105,7 @@ def _reached(workdir: Path, step: int) -> bool:
 
 
 def _found(workdir: Path) -> dict[str, Any]:
-    """What the kill left."""
+    """The state of the run directory after the kill."""
     made, steps = runs.steps_made(workdir), runs.committed(workdir)
     newest = steps[-1] if steps else 0
     return {

@@ -1,6 +1,6 @@
-"""Bad data, configs, Hugging Face directories and run directories, given to the real commands.
+"""Tests the real commands with bad data, configs, Hugging Face directories and run directories.
 
-Each must end with exit code 2 and one line that names the culprit, and change no file.
+Each command must end with exit code 2 and one line that names the culprit, and must change no file.
 """
 
 import json
@@ -25,7 +25,7 @@ DATA = "pipejax.apps.statistics.data_command"
 
 
 def _line(name: str, content: bytes, *words: str) -> Kind:
-    """A training file whose second line is wrong."""
+    """A kind with a training file whose second line is wrong."""
 
     def spoil(here: Path) -> None:
         (here / "train.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n" + content)
@@ -115,19 +115,19 @@ def _writes(name: str, content: bytes) -> Callable[[Path], Any]:
 
 
 def _flags(name: str, command: str, flags: tuple[str, ...], *words: str) -> Kind:
-    """Flags that stand behind those of a good run, and count in their place."""
+    """A kind with flags after the flags of a good run, which they replace."""
     good = {"train": TRAIN, "decode": DECODE}.get(command, ())
     return Kind(f"flags: {name}", words, command, (*good, *flags), _writes("in.csv", b"text\nx\n"))
 
 
 def _source(name: str, line: bytes, *words: str) -> Kind:
-    """A file to decode whose second line is wrong."""
+    """A kind with a file to decode whose second line is wrong."""
     spoil = _writes("in.jsonl", b'{"source": "honey maps"}\n' + line)
     return Kind(f"source: {name}", ("in.jsonl:2: ", *words), "decode", DECODE, spoil)
 
 
 def _header(directory: Path, length: int | None, header: bytes) -> None:
-    """A file of safetensors that begins with a length and a header."""
+    """Writes a safetensors file that begins with a length and a header."""
     length = len(header) if length is None else length
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", length) + header + bytes(8))
 
@@ -144,7 +144,7 @@ _BEYOND = b'{"shared.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0,
 
 KINDS: tuple[Kind, ...] = (
     _file("empty file", b"", "found no lines"),
-    _file("blank lines alone", b"\n\r\n", "found no lines"),
+    _file("only blank lines", b"\n\r\n", "found no lines"),
     _line("bad JSON", b'{"id": "b"', "not JSON"),
     _line("a list", b"[1]", "found a list"),
     _line("not UTF-8", b'{"source": "caf\xe9"}', "0xe9"),
@@ -185,14 +185,16 @@ KINDS: tuple[Kind, ...] = (
     _hf("an absent shard", lambda d: _index(d, "absent.safetensors"), "absent.safetensors"),
     _hf("a .bin file alone", lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pytorch_model.bin"),
     _hf("no config.json", lambda d: (d / "config.json").unlink(), "config.json"),
-    _fact("a config that lies", "d_ff", d_ff=999),
+    _fact("a wrong config", "d_ff", d_ff=999),
     _fact("another model", "bert", model_type="bert"),
     _fact("a tokenizer larger than the vocabulary", "vocab", vocab_size=20),
     _run("other key", lambda d: None, "train.learning_rate: ", " -> ", more=("--set=train.learning_rate=1.0",)),
     _run("other model", lambda d: None, "model.d_ff: 24 -> 25", more=("--set=model.d_ff=25",)),
     _run("a file in the way", lambda d: _replace(d, "file"), "found a file"),
     _run("other things in it", lambda d: _replace(d, "directory"), "other files"),
-    Kind("run: no good step to decode", ("found no intact step",), "decode", DECODE, lambda h: _damage_all(h / "run")),
+    Kind(
+        "run: no intact step to decode", ("found no intact step",), "decode", DECODE, lambda h: _damage_all(h / "run")
+    ),
     Kind("run: no checkpoint to decode", ("found no checkpoints/",), "decode", ("--checkpoint={here}", *DECODE[1:])),
     Kind(
         "source: empty file", ("in.jsonl: found no lines",), "decode", DECODE, lambda h: (h / "in.jsonl").write_text("")
@@ -205,7 +207,7 @@ KINDS: tuple[Kind, ...] = (
         lambda here: (here / "in.jsonl").write_text('{"source_ids": [99]}\n'),
     ),
     Kind("processes: no coordinator", ("--coordinator: found none",), "train", (*TRAIN, "--processes=2")),
-    # Data, once more.
+    # More data.
     _line("UTF-16", '{"source": "x"}'.encode("utf-16"), "0xff"),
     _line("two objects", b'{"source": "x"} {"source": "y"}', "not JSON"),
     _line("a number", b"3", "found the number 3"),
@@ -221,44 +223,44 @@ KINDS: tuple[Kind, ...] = (
     _example("a float for an id", '"id"', id=1.5),
     _example("a list for an id", '"id"', id=[]),
     _example("half a pair for an id", '"id"', id="\ud800"),
-    _example("text where a delimiter parts rows", '"targets"', targets=3),
+    _example("a number where a delimiter splits rows", '"targets"', targets=3),
     _csv("doubled column", b"source,source\na,b\n", "expected each once"),
     _csv("ragged row", b"source,targets\na\n", "found 1 columns"),
     _csv("not UTF-8", b"source,targets\na,\xe9\n", "train.jsonl:2: found byte 0xe9", "CP1252"),
-    _csv("quote left open", b'source,targets\n"a,b\n', "not CSV"),
+    _csv("an open quote", b'source,targets\n"a,b\n', "not CSV"),
     _csv("no rows", b"source,targets\n", "found no lines"),
     _csv("nothing", b"", "found no lines"),
     _csv("another column", b"text,targets\na,b\n", '"source"'),
-    _csv("a column spelt otherwise", b"sources,targets\na,b\n", 'found no "source"'),
+    _csv("a misspelt column", b"sources,targets\na,b\n", 'found no "source"'),
     _csv("another column of targets", b"source,tagets\na,b\n", 'found no "targets"', 'did you mean "tagets"'),
     _csv("UTF-16", "source,targets\na,b\n".encode("utf-16"), ":1: found byte 0xff", "UTF-16"),
     _csv("UTF-16 without a mark", "source,targets\na,b\n".encode("utf-16-le"), ":1: found byte 0x00", "UTF-16LE"),
     _csv("a workbook", b"PK\x03\x04\x14\x00\x06\x00", "found a zip archive or a workbook"),
-    _csv("text behind a quote", b'source,targets\n"a"b,c\n', "train.jsonl:2: not CSV"),
+    _csv("text after a quote", b'source,targets\n"a"b,c\n', "train.jsonl:2: not CSV"),
     _csv("a row of several lines too long", b'source,targets\n"a\nb",c,d\n', "found 3 columns in lines 2 to 3"),
     _csv("rows of another delimiter", b"source,targets\na;b\n", "found 1 columns"),
     _csv("a blank source", b"source,targets\n  ,b\n", "found an empty text"),
-    _csv("an id again", b"id,source,targets\n1,a,b\n1,a,b\n", "'1' again"),
+    _csv("a duplicate id", b"id,source,targets\n1,a,b\n1,a,b\n", "'1' again"),
     _csv("no names", b",\na,b\n", "expected each once"),
     _file("packed with zstd", b"\x28\xb5\x2f\xfd\x04\x58", "found data packed with zstd"),
-    _file("Parquet of another name", b"PAR1\x15\x04", "found Parquet", ".parquet"),
+    _file("Parquet with another ending", b"PAR1\x15\x04", "found Parquet", ".parquet"),
     _file("a pointer of Git LFS", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
     _file("damaged bzip2", b"BZh91AY&SY" + b"x" * 40, "damaged bzip2 data"),
     _file("damaged xz", b"\xfd7zXZ\x00" + b"x" * 40, "damaged xz data"),
-    _example("a source spelt otherwise", 'found no "source"', source=..., sourse="a"),
+    _example("a misspelt source", 'found no "source"', source=..., sourse="a"),
     _example("another kind of id", '"id": found an object', id={}),
     _example("a source of dates", '"source": found a list', source=["2024-01-02"]),
     _line("UTF-16 from the second line on", '{"source": "x"}'.encode("utf-16-le"), "not JSON"),
     _line("a line of Windows", '{"source": "“x”", "targets": []}'.encode("cp1252"), "found byte 0x93", "CP1252"),
-    _set("shares that make two", "data.split=1,0.5,0.5", "data.split: found '1,0.5,0.5'"),
+    _set("shares with the sum two", "data.split=1,0.5,0.5", "data.split: found '1,0.5,0.5'"),
     _set("shares in percent", "data.split=80%,10%,10%", "data.split: found '80%,10%,10%'"),
     _set("one share", "data.split=1", "data.split: found '1'"),
-    _set("shares beside a file", "data.split=0.8,0.1,0.1", "and a file as data.dev"),
-    _set("a seed below none", "data.split_seed=-1", "data.split_seed: found -1"),
-    _set("two characters between columns", "data.csv_delimiter=\\t", "found two characters"),
-    _set("a quote between columns", 'data.csv_delimiter="', "data.csv_delimiter"),
-    _set("an unknown choice for no answer", "data.empty_targets=drop", "data.empty_targets: found 'drop'"),
-    _set("perhaps skipping", "data.skip_bad=perhaps", "data.skip_bad: found 'perhaps'"),
+    _set("shares and a file", "data.split=0.8,0.1,0.1", "and a file as data.dev"),
+    _set("a negative seed", "data.split_seed=-1", "data.split_seed: found -1"),
+    _set("a delimiter of two characters", "data.csv_delimiter=\\t", "found two characters"),
+    _set("a quote as the delimiter", 'data.csv_delimiter="', "data.csv_delimiter"),
+    _set("an unknown choice for empty targets", "data.empty_targets=drop", "data.empty_targets: found 'drop'"),
+    _set("an unknown value for skip_bad", "data.skip_bad=perhaps", "data.skip_bad: found 'perhaps'"),
     # Settings.
     _set("a list from a column", "data.task=csv", "data.rows: found 'list'"),
     _set("true for a number", "train.steps=true", "train.steps: found 'true'"),
@@ -267,8 +269,8 @@ KINDS: tuple[Kind, ...] = (
     _set("a rate of 400 digits", f"train.learning_rate={10**400}", "train.learning_rate: found inf"),
     _set("a number of 5,000 digits", "train.steps=" + "9" * 5000, "train.steps"),
     _set("beyond 32 bits", f"train.log_every={2**40}", "train.log_every", "at most 2147483647"),
-    _set("a batch for nobody", f"train.batch_size={10**30}", "train.batch_size", "at most"),
-    _set("a decoding batch for nobody", f"decode.batch_size={10**30}", "decode.batch_size", "at most"),
+    _set("a batch that is too large", f"train.batch_size={10**30}", "train.batch_size", "at most"),
+    _set("a decoding batch that is too large", f"decode.batch_size={10**30}", "decode.batch_size", "at most"),
     _set("a huge model", f"model.d_model={10**9}", "model.d_model", "at most"),
     _set("no layers", "model.num_layers=0", "model.num_layers: found 0"),
     _set("NaN", "train.learning_rate=nan", "train.learning_rate: found nan"),
@@ -278,20 +280,20 @@ KINDS: tuple[Kind, ...] = (
     _set("a section", "train=3", "train: found a section"),
     _set("a key of a key", "train.steps.more=3", "steps is not a section"),
     _set("unknown section", "trian.steps=3", "did you mean train.steps"),
-    _set("a mesh of none", "mesh.data=0", "mesh.data: found 0"),
+    _set("a mesh of no device", "mesh.data=0", "mesh.data: found 0"),
     _set("unknown task", "data.task=nonsense", "data.task: found 'nonsense'"),
     _set("unknown metric", "data.metric=bleu", "data.metric: found 'bleu'"),
-    _set("two characters for a tab", "data.delimiter=\\t", "expected one"),
+    _set("a delimiter of rows of two characters", "data.delimiter=\\t", "expected one"),
     _set("half a template", "data.source_template={source", "data.source_template"),
     _set("a template without fields", "data.source_template=x", "data.source_template"),
     _set("a template with a number's format", "data.source_template={source:3d}", "data.source_template"),
     _set("a template for another field", "data.source_template={nonsense}", "nonsense"),
-    _set("beams with rows in a pipeline", "decode.beams=3", "decode.beams: found 3"),
-    _set("factors without a start", "train.lora_rank=4", "train.lora_rank: found 4"),
+    _set("beams with the pipelined method", "decode.beams=3", "decode.beams: found 3"),
+    _set("LoRA without initial weights", "train.lora_rank=4", "train.lora_rank: found 4"),
     _set("eos beyond the vocabulary", "model.eos_token_id=99999", "model.eos_token_id"),
     _set("too few buckets", "model.relative_attention_num_buckets=3", "at least 4"),
     _set("distances below the buckets", "model.relative_attention_max_distance=16", "more than half"),
-    _set("dropout below nothing", "train.dropout=-0.1", "train.dropout: found -0.1"),
+    _set("negative dropout", "train.dropout=-0.1", "train.dropout: found -0.1"),
     _set("an unknown dtype", "train.dtype=float16", "train.dtype: found 'float16'"),
     _set("accumulation that does not divide", "train.accumulate=3", "train.batch_size"),
     _set("a pack that does not divide", "train.pack=5", "train.pack: found 5"),
@@ -300,7 +302,7 @@ KINDS: tuple[Kind, ...] = (
     _set("a directory that is no tokenizer", "data.tokenizer={here}/run", "found no tokenizer"),
     _set("a file for a checkpoint", "train.init_from={here}/in.jsonl", "in.jsonl: found a file"),
     Kind(
-        "config: a grid that no device holds",
+        "config: a grid that is too large",
         ("grid: found 1073741824 places",),
         "train",
         (*TRAIN, "--set=grid.time_max=32768", "--set=grid.sub_max=32768"),
@@ -313,10 +315,10 @@ KINDS: tuple[Kind, ...] = (
         (*TRAIN, "--set=train.method=sequential", "--set=data.separator="),
     ),
     _config("it exits", "import sys; sys.exit(3)", "config.py:1", "SystemExit"),
-    _config("it needs what is not there", "import nonsense_of_nobody", "config.py:1", "ModuleNotFoundError"),
+    _config("it imports a missing module", "import nonsense_of_nobody", "config.py:1", "ModuleNotFoundError"),
     _config("it calls itself", "def f(): f()\nf()", "config.py:1", "RecursionError"),
     _config("a dict for a config", "config = {}", "found no `config"),
-    _config("a key that is none", "from pipejax.config import *\nConfig(nam='x')", "config.py:2", "TypeError"),
+    _config("an unknown key", "from pipejax.config import *\nConfig(nam='x')", "config.py:2", "TypeError"),
     _config("a number for a section", "from pipejax.config import *\nconfig = Config(train=3)", "train: found 3"),
     _config("text for a number", _CONFIG.format("train=TrainConfig(steps='3')"), "train.steps: found '3'"),
     _config("true for a number", _CONFIG.format("train=TrainConfig(steps=True)"), "train.steps: found True"),
@@ -337,18 +339,18 @@ KINDS: tuple[Kind, ...] = (
     _flags("abbreviated", "train", ("--conf=x",), "--conf"),
     _flags("one too many", "train", ("stray",), "stray"),
     _flags("no value", "train", ("--set",), "--set"),
-    _flags("fewer steps than none to trace", "train", ("--profile=-1",), "--profile", "found -1"),
+    _flags("a negative number of steps to trace", "train", ("--profile=-1",), "--profile", "found -1"),
     _flags("no processes", "train", ("--processes=0",), "--processes", "found 0"),
-    _flags("a port for nobody", "train", (*_TWO, "--coordinator=localhost:70000"), "65535"),
+    _flags("a port that is too large", "train", (*_TWO, "--coordinator=localhost:70000"), "65535"),
     _flags("no port", "train", (*_TWO, "--coordinator=localhost"), "HOST:PORT"),
     _flags("a port of 400 digits", "train", (*_TWO, "--coordinator=localhost:" + "1" * 400), "--coordinator"),
-    _flags("the third of two", "train", ("--processes=2", "--process-id=2", "--coordinator=h:1"), "0 to 1"),
-    _flags("which of the processes", "train", ("--processes=2", "--coordinator=h:1"), "--process-id"),
+    _flags("the third of two processes", "train", ("--processes=2", "--process-id=2", "--coordinator=h:1"), "0 to 1"),
+    _flags("no number of the process", "train", ("--processes=2", "--coordinator=h:1"), "--process-id"),
     _flags("no heartbeat", "train", ("--heartbeat=0",), "--heartbeat", "found 0"),
     _flags("an endless heartbeat", "train", (f"--heartbeat={10**30}",), "--heartbeat"),
     _flags("unknown method", "decode", ("--method=nonsense",), "--method", "'nonsense'"),
     _flags("a batch of none", "decode", ("--batch-size=0",), "--batch-size", "found 0"),
-    _flags("a batch for nobody", "decode", (f"--batch-size={10**30}",), "--batch-size", "65536"),
+    _flags("a batch that is too large", "decode", (f"--batch-size={10**30}",), "--batch-size", "65536"),
     _flags("a batch of letters", "decode", ("--batch-size=many",), "--batch-size", "'many'"),
     _flags("another model", "decode", ("--set=model.d_ff=25",), "model.d_ff", "cannot be changed"),
     _flags("the input for the output", "decode", ("--output={here}/in.jsonl",), "found the input file"),
@@ -379,13 +381,13 @@ KINDS: tuple[Kind, ...] = (
         "data.test: found no file",
     ),
     _flags(
-        "memory of less than nothing",
+        "negative memory",
         "pipejax.apps.plan.plan_command",
         ("--config={here}/config.py", "--memory=-1"),
         "--memory",
     ),
     _flags(
-        "devices for nobody",
+        "too many devices",
         "pipejax.apps.plan.plan_command",
         ("--config={here}/config.py", f"--devices={10**30}"),
         "--devices",
@@ -399,7 +401,7 @@ KINDS: tuple[Kind, ...] = (
     _flags("an unknown command", "pipejax.convert.__main__", ("nonsense", "a", "b"), "'nonsense'"),
     _flags("no place to write to", "pipejax.convert.__main__", ("to-hf", "{here}/run"), "OUT"),
     _flags(
-        "a place that is taken",
+        "an output that exists",
         "pipejax.convert.__main__",
         ("to-hf", "{here}/run", "{here}/hf"),
         "found an existing file",
@@ -411,7 +413,7 @@ KINDS: tuple[Kind, ...] = (
     _flags("an unknown family of scores", METRICS, ("bleu", "{here}/in.jsonl"), "'bleu'"),
     _flags("no predictions", METRICS, ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
     _flags(
-        "a picture of no record",
+        "a picture without a record",
         "pipejax.apps.picture.picture_command",
         ("{here}/in.jsonl", "--output={here}/x.svg"),
         "row_ids",
@@ -423,7 +425,7 @@ KINDS: tuple[Kind, ...] = (
         ".svg",
     ),
     _flags(
-        "a delay for nobody",
+        "a delay that is too large",
         "pipejax.apps.picture.picture_command",
         (f"--delay={10**30}", "x", "--output={here}/x.svg"),
         "--delay",
@@ -449,15 +451,15 @@ KINDS: tuple[Kind, ...] = (
     # Hugging Face directories.
     _fact("text for a size", "d_ff", d_ff="24"),
     _fact("true for a depth", "num_layers", num_layers=True),
-    _fact("heads of less than none", "num_heads: found -3", num_heads=-3),
+    _fact("a negative number of heads", "num_heads: found -3", num_heads=-3),
     _fact("a null vocabulary", "vocab_size", vocab_size=None),
     _fact("NaN in the config", "layer_norm_epsilon", layer_norm_epsilon=float("nan")),
     _fact("a size of 400 digits", "d_kv", "30 digits", d_kv=10**400),
-    _fact("a depth for nobody", "num_layers", "at most", num_layers=10**9),
-    _fact("a depth that lies", "num_layers: found 3; expected 1", num_layers=3),
-    _fact("a width that lies", "d_model", d_model=18),
-    _fact("heads that lie", "num_heads", num_heads=2, d_kv=8),
-    _fact("buckets that lie", "num_buckets", relative_attention_num_buckets=16),
+    _fact("a depth that is too large", "num_layers", "at most", num_layers=10**9),
+    _fact("a wrong depth", "num_layers: found 3; expected 1", num_layers=3),
+    _fact("a wrong width", "d_model", d_model=18),
+    _fact("wrong heads", "num_heads", num_heads=2, d_kv=8),
+    _fact("wrong buckets", "num_buckets", relative_attention_num_buckets=16),
     _hf("two ends", lambda d: (d / GENERATION).write_text('{"eos_token_id": [1, 2]}'), f"{GENERATION}: eos_token_id"),
     _fact("another activation", "feed_forward", feed_forward_proj="gated-tanh", dense_act_fn="tanh"),
     _fact("another gelu", "dense_act_fn", dense_act_fn="gelu"),
@@ -482,7 +484,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """All kinds, and two trainers in one directory."""
+    """Tries all kinds, and two trainers in one directory."""
     results = refusals.many(commands, scratch, KINDS)
     return refusals.summary([*results, _two_trainers(commands, scratch / "two")])
 

@@ -1,4 +1,4 @@
-"""One run on six meshes of eight fake devices: the same beginning, the same losses, and every restore onto every mesh.
+"""Makes one run on six meshes of eight fake devices, compares the losses, and restores each run onto every mesh.
 
 python -m lab.faults.meshes CONFIG SCRATCH OUT
 """
@@ -28,7 +28,7 @@ STEPS = 6
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """In a process of its own, since it needs eight devices."""
+    """Runs `main` in a separate process, since it needs eight devices."""
     config, out = runs.prepare(scratch / "tiny"), scratch / "meshes.json"
     command = commands.start("lab.faults.meshes", str(config), str(scratch / "saved"), str(out), devices=8)
     if command.end(timeout=1800) != 0:
@@ -38,7 +38,7 @@ def many(commands: Commands, scratch: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains six steps on each mesh, saves, and restores each onto each."""
+    """Trains six steps on each mesh, saves, and restores each save onto each mesh."""
     path, scratch, out = (Path(argument) for argument in argv)
     base = config_lib.load(path)
     base = dataclasses.replace(base, train=dataclasses.replace(base.train, length_group=1))

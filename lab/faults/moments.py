@@ -1,7 +1,7 @@
-"""kill -9 at chosen file events: of a start, a first save, a save that replaces one, a best save, and an end.
+"""Kills runs by kill -9 at chosen file events: in a start, a first save, a replacing save, a best save, and an end.
 
-The killed runs are processes of their own. What goes on with them is the same command, in a process that has trained
-before: that saves compiling. One time in 15 it is a new process.
+Each killed run is a separate process. The same command continues it, in a process that has trained before, which saves
+compilation. One run in 15 continues in a new process.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ TINY = ("train.steps=4", "train.checkpoint_every=2", "train.keep_checkpoints=1",
 PLAIN = (*TINY, "data.dev=")
 SMALL = ("train.evaluate_examples=2", "decode.max_length=2", "grid.time_max=2")
 EXAMINED = (*TINY, "train.evaluate_every=2", *SMALL)
-FRESH = 15  # one in so many goes on in a new process
+FRESH = 15  # one run in 15 continues in a new process
 
 
 class Plan(NamedTuple):
@@ -32,12 +32,12 @@ class Plan(NamedTuple):
 
     phase: str
     settings: tuple[str, ...]
-    begins: Path | None  # what the killed run begins with; None: nothing
+    begins: Path | None  # the run directory with which the killed run begins; None: an empty one
     event: int
 
 
 class Warm:
-    """A process that runs one train.py after the other."""
+    """A process that runs several trainings one after the other."""
 
     def __init__(self, commands: Commands) -> None:
         """Starts it."""
@@ -50,7 +50,7 @@ class Warm:
         self.process.start()
 
     def train(self, config: Path, workdir: Path, settings: tuple[str, ...], said: Path) -> tuple[int, list[str]]:
-        """Exit code and lines on standard error; another process takes over if this one hangs or dies."""
+        """Trains; returns the exit code and the lines on standard error. A process that hangs or dies is replaced."""
         self.here.send((config, workdir, settings, said))
         try:
             code = self.here.recv() if self.here.poll(120.0) else None
@@ -72,7 +72,7 @@ def _serve(pipe: Connection) -> None:
     from pipejax.system import cli
     from pipejax.training import start
 
-    vars(start)["Trainer"] = functools.cache(vars(start)["Trainer"])  # what is compiled stays
+    vars(start)["Trainer"] = functools.cache(vars(start)["Trainer"])  # keeps compiled programs
     with contextlib.suppress(EOFError):
         while True:
             config, workdir, settings, said = pipe.recv()
@@ -86,7 +86,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: int = 2) -> dict[str, Any]:
-    """Each trial is a run that is killed at one event and started again."""
+    """Kills a run at one event in each trial, and starts it again."""
     if commands.library is None:
         return {"skipped": commands.blind, "ok": None}
     config = runs.prepare(scratch / "tiny")
@@ -134,7 +134,7 @@ def one(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: i
 
 
 def two(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[str, Any]:
-    """Each trial is a run of two processes, one of which is killed at one of its file events; both start again."""
+    """Kills one of two processes of a run at a file event in each trial, and starts both again."""
     if commands.library is None:
         return {"skipped": commands.blind, "ok": None}
     config = runs.prepare(scratch / "tiny")
@@ -163,7 +163,7 @@ def two(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[st
                 hung = True
             if code == -signal.SIGKILL:
                 break
-            at = at._replace(number=max(at.number - 5, 1))  # the last events may not come
+            at = at._replace(number=max(at.number - 5, 1))  # the last events may not happen
         again = commands.pair(config, here / "run", *PLAIN)
         codes = [command.end(timeout=300) for command in again]
         found = _verdict(max(codes, key=abs), again[0].said(), here / "run", undisturbed)
@@ -173,7 +173,7 @@ def two(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[st
 
 
 def _trace(commands: Commands, config: Path, workdir: Path, settings: tuple[str, ...]) -> list[Event]:
-    """All events of an undisturbed run."""
+    """The events of an undisturbed run."""
     workdir.parent.mkdir(parents=True, exist_ok=True)
     log = workdir.parent.with_suffix(".log")
     assert commands.train(config, workdir, *settings, trap=Trap(workdir.parent, log)).end() == 0
@@ -181,19 +181,19 @@ def _trace(commands: Commands, config: Path, workdir: Path, settings: tuple[str,
 
 
 def _halfway(commands: Commands, config: Path, workdir: Path, trace: list[Event]) -> Path:
-    """A run that was killed when its first step was on disk and its second save began."""
+    """A run directory of a run that was killed at the beginning of its second save."""
     workdir.parent.mkdir(parents=True)
     begun = trace[_first(trace, r"/checkpoints/\D*4\b")].path  # the second save
     trap = Trap(workdir.parent, workdir.parent.with_suffix(".log"), part=f"checkpoints/{begun.name}")
     assert commands.train(config, workdir, *PLAIN, trap=trap).end() == -signal.SIGKILL
-    assert runs.committed(workdir) == [2], "killed at another event than expected"
+    assert runs.committed(workdir) == [2], "the run was killed at another event than expected"
     return workdir
 
 
 def _plans(
     beginning: list[Event], going_on: list[Event], examined: list[Event], half: Path, trials: int, chance: random.Random
 ) -> list[Plan]:
-    """Runs to kill, spread evenly over the events of each phase."""
+    """The runs to kill, spread evenly over the events of each phase."""
     second = _first(going_on, r"/checkpoints/\D*4\b")
     last = max(number for number, event in enumerate(going_on) if "/checkpoints" in str(event.path))
     first = _first(beginning, r"/checkpoints/\D*2\b")
@@ -222,7 +222,7 @@ def _first(trace: list[Event], pattern: str) -> int:
 
 
 def _kill(commands: Commands, config: Path, workdir: Path, plan: Plan) -> tuple[bool, str]:
-    """Runs until the event; the order of events differs a little from run to run, so that the last may not come."""
+    """Runs until the event. The order of events varies a little between runs, so the last events may not happen."""
     for back in range(0, 100, 5):
         runs.fresh(workdir.parent)
         workdir.parent.mkdir(parents=True)
@@ -239,7 +239,7 @@ def _kill(commands: Commands, config: Path, workdir: Path, plan: Plan) -> tuple[
 
 
 def _result(workdir: Path) -> dict[str, Any]:
-    """The outcome, and the names of all files but those that Orbax makes up at random."""
+    """The outcome, and the names of all files without the random names of Orbax."""
     names = sorted(
         str(path.relative_to(workdir.parent)) for path in workdir.parent.rglob("*") if path.parent.name != "d"
     )
@@ -247,10 +247,10 @@ def _result(workdir: Path) -> dict[str, Any]:
 
 
 def _verdict(code: int, said: list[str], workdir: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Whether a run that went on ended as the undisturbed one."""
+    """Compares the end of a resumed run with the undisturbed run."""
     try:
         found = _result(workdir)
-    except Exception as error:  # a step that is damaged
+    except Exception as error:  # for example a damaged step
         found = {"names": [], "error": f"{type(error).__name__}: {error}"}
     differ = [key for key in expected if key != "names" and found.get(key) != expected[key]]
     more = sorted(set(found["names"]) - set(expected["names"]))

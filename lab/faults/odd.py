@@ -1,7 +1,7 @@
-"""Odd inputs: special ids that contradict each other, tables, encodings, archives, templates, prefixes, names, numbers.
+"""Unusual inputs: contradictory special ids, tables, encodings, archives, templates, prefixes, names, numbers.
 
-Where one may go on with an input, it is enough that it says what it made of it; what is refused is refused in one line
-that names the culprit. Nothing that was there is changed, and nobody gets a traceback.
+If a command accepts an input, a line must describe the interpretation. If it refuses the input, the refusal is one line
+that names the culprit. In both cases existing files do not change, and there is no traceback.
 """
 
 import bz2
@@ -36,7 +36,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def _put(name: str, content: bytes) -> Spoil:
-    """Writes a file of the trial's directory."""
+    """A change that writes a file in the trial's directory."""
 
     def spoil(here: Path) -> None:
         path = here / name
@@ -47,7 +47,7 @@ def _put(name: str, content: bytes) -> Spoil:
 
 
 def _json(name: str, change: Callable[[Any], Any]) -> Spoil:
-    """Changes a file of JSON in place."""
+    """A change of a JSON file in place."""
 
     def spoil(here: Path) -> None:
         value = json.loads((here / name).read_text())
@@ -74,13 +74,13 @@ def _cast(dtype: str) -> Spoil:
 
 
 def _added(content: str, **more: Any) -> dict[str, Any]:
-    """An added token of a tokenizer."""
+    """The entry of an added token of a tokenizer."""
     entry = {"id": 60, "content": content, "single_word": False, "lstrip": False, "rstrip": False}
     return entry | {"normalized": False, "special": True} | more
 
 
 def _swap(tokenizer: dict[str, Any], one: str, other: str) -> None:
-    """Exchanges the ids of two words, wherever they stand."""
+    """Exchanges the ids of two words in all places of a tokenizer."""
     words = tokenizer["model"]["vocab"]
     words[one], words[other] = words[other], words[one]
     for entry in tokenizer["added_tokens"]:
@@ -90,7 +90,7 @@ def _swap(tokenizer: dict[str, Any], one: str, other: str) -> None:
 
 
 def _replaced(name: str, *others: str) -> Spoil:
-    """The file `name` under each of the other names, and no longer under its own."""
+    """A change that copies the file `name` to each of the other names, and removes it."""
 
     def spoil(here: Path) -> None:
         content = (here / name).read_bytes()
@@ -116,17 +116,17 @@ def _linked_to_itself(here: Path) -> None:
 
 
 class Case(NamedTuple):
-    """An input, as the tables below have them; all but the first two are those of `refusals.Kind`."""
+    """An input, as in the tables below; all fields except the first two are fields of `refusals.Kind`."""
 
     name: str
-    what: Any  # its content, or how it is made
+    what: Any  # its content, or a function that makes it
     words: tuple[str, ...]
     codes: tuple[int, ...]
     said: tuple[str, ...]
     more: tuple[str, ...] = ()  # arguments
 
 
-Table = tuple[tuple[Any, ...], ...]  # a case each
+Table = tuple[tuple[Any, ...], ...]  # one case in each entry
 
 # The second line of a file to train on.
 LINES: Table = (
@@ -180,7 +180,7 @@ TABLES: Table = (
     ("a pointer of Git LFS", LFS, ("t.csv",), REFUSED, ()),
     ("a page of HTML", b"<!DOCTYPE html><html><body>404</body></html>\n", ("t.csv",), REFUSED, ()),
 )
-# Lines to decode, behind a good one.
+# Lines to decode, after a good line.
 SOURCES: Table = (
     ("NaN", b'{"source": NaN}', ("in.jsonl:2",), REFUSED, ()),
     ("an id of 1e400", b'{"id": 1e400, "source": "maps"}', ("in.jsonl:2", '"id"'), REFUSED, ()),
@@ -202,7 +202,7 @@ SOURCES: Table = (
 FILES: Table = (
     ("BOM", ("in.jsonl", BOM + GOOD), (), TAKEN, ()),
     ("gzip", ("in.jsonl.gz", gzip.compress(GOOD)), (), TAKEN, ()),
-    ("gzip that is none", ("in.jsonl.gz", GOOD), ("in.jsonl.gz",), EITHER, ()),
+    ("text with the ending of gzip", ("in.jsonl.gz", GOOD), ("in.jsonl.gz",), EITHER, ()),
     ("gzip cut off", ("in.jsonl.gz", gzip.compress(GOOD * 999)[:-20]), ("in.jsonl.gz",), REFUSED, ()),
     ("gzip with a tail", ("in.jsonl.gz", gzip.compress(GOOD) + b"tail"), ("in.jsonl.gz",), EITHER, ()),
     ("gzip twice", ("in.jsonl.gz", gzip.compress(gzip.compress(GOOD))), ("in.jsonl.gz",), REFUSED, ()),
@@ -211,11 +211,11 @@ FILES: Table = (
     ("bzip2", ("in.jsonl.bz2", bz2.compress(GOOD)), ("in.jsonl.bz2",), EITHER, ()),
     ("bzip2 cut off", ("in.jsonl.bz2", bz2.compress(GOOD * 999)[:-20]), ("in.jsonl.bz2",), REFUSED, ()),
     ("xz", ("in.jsonl.xz", lzma.compress(GOOD)), ("in.jsonl.xz",), EITHER, ()),
-    ("Zstandard that is none", ("in.jsonl.zst", GOOD), ("in.jsonl.zst",), EITHER, ()),
+    ("text with the ending of Zstandard", ("in.jsonl.zst", GOOD), ("in.jsonl.zst",), EITHER, ()),
     ("a table", ("in.csv", b"source\nhoney maps\n"), ("in.csv",), EITHER, ()),
     ("a table of semicolons", ("in.csv", b"id;source\n1;maps\n"), ("in.csv",), EITHER, ("in.csv",)),
     ("a table cut off in a quote", ("in.csv", b'source\n"honey'), ("in.csv",), REFUSED, ()),
-    ("Parquet that is none", ("in.parquet", b"PAR1" + bytes(64) + b"PAR1"), ("in.parquet",), REFUSED, ()),
+    ("zeros with the marks of Parquet", ("in.parquet", b"PAR1" + bytes(64) + b"PAR1"), ("in.parquet",), REFUSED, ()),
     ("Parquet cut off", ("in.parquet", b"PAR1"), ("in.parquet",), REFUSED, ()),
     ("Parquet without its ending", ("in.jsonl", b"PAR1" + bytes(64) + b"PAR1"), ("in.jsonl",), REFUSED, ()),
     ("a pointer of Git LFS", ("in.jsonl", LFS), ("in.jsonl",), REFUSED, ()),
@@ -227,13 +227,13 @@ FILES: Table = (
 START = ("decoder_start_token_id",)
 # Keys of config.json.
 FACTS: Table = (
-    ("an end that the tokenizer has not", {"eos_token_id": 2}, ("eos",), EITHER, ("eos",)),
-    ("a filler that the tokenizer has not", {"pad_token_id": 3}, ("pad",), EITHER, ("pad",)),
+    ("an end token that the tokenizer lacks", {"eos_token_id": 2}, ("eos",), EITHER, ("eos",)),
+    ("a pad token that the tokenizer lacks", {"pad_token_id": 3}, ("pad",), EITHER, ("pad",)),
     ("no end", {"eos_token_id": None}, ("eos",), EITHER, ()),
-    ("an end below nothing", {"eos_token_id": -1}, ("eos_token_id",), EITHER, ("eos_token_id",)),
-    ("an end in words", {"eos_token_id": "</s>"}, ("eos_token_id",), EITHER, ("eos_token_id",)),
-    ("true for a filler", {"pad_token_id": True}, ("pad_token_id",), EITHER, ("pad_token_id",)),
-    ("a start beyond the vocabulary", {"decoder_start_token_id": 64}, START, EITHER, START),
+    ("a negative end token", {"eos_token_id": -1}, ("eos_token_id",), EITHER, ("eos_token_id",)),
+    ("an end token as text", {"eos_token_id": "</s>"}, ("eos_token_id",), EITHER, ("eos_token_id",)),
+    ("true for a pad token", {"pad_token_id": True}, ("pad_token_id",), EITHER, ("pad_token_id",)),
+    ("a start token beyond the vocabulary", {"decoder_start_token_id": 64}, START, EITHER, START),
     ("a list for a width", {"d_model": [16]}, ("d_model",), REFUSED, ()),
     ("a fraction for a vocabulary", {"vocab_size": 64.0}, ("vocab_size",), REFUSED, ()),
     ("a word for a tie", {"tie_word_embeddings": "yes"}, ("tie_word_embeddings",), REFUSED, ()),
@@ -248,24 +248,24 @@ FACTS: Table = (
 GENERATION: Table = (
     ("another end", {"eos_token_id": 3}, ("eos_token_id",), EITHER, ("eos_token_id",)),
     ("several ends", {"eos_token_id": [1, 3]}, ("eos_token_id",), REFUSED, ()),
-    ("an end in a list", {"eos_token_id": [1]}, ("eos_token_id",), EITHER, ()),
+    ("an end token in a list", {"eos_token_id": [1]}, ("eos_token_id",), EITHER, ()),
     ("another start", {"decoder_start_token_id": 5}, ("decoder_start_token_id",), EITHER, ("decoder_start_token_id",)),
-    ("a start in words", {"decoder_start_token_id": "<pad>"}, ("decoder_start_token_id",), REFUSED, ()),
-    ("a start beyond the vocabulary", {"decoder_start_token_id": 99}, ("decoder_start_token_id",), REFUSED, ()),
-    ("a filler below nothing", {"pad_token_id": -1}, ("pad_token_id",), EITHER, ()),
-    ("what nobody knows", {"nonsense": {"deep": [1]}}, (), TAKEN, ()),
+    ("a start token as text", {"decoder_start_token_id": "<pad>"}, ("decoder_start_token_id",), REFUSED, ()),
+    ("a start token beyond the vocabulary", {"decoder_start_token_id": 99}, ("decoder_start_token_id",), REFUSED, ()),
+    ("a negative pad token", {"pad_token_id": -1}, ("pad_token_id",), EITHER, ()),
+    ("an unknown key", {"nonsense": {"deep": [1]}}, (), TAKEN, ()),
 )
 # The tokenizer of a Hugging Face directory.
 TOKENIZERS: Table = (
-    ("the end is a word's", lambda t: _swap(t, "</s>", ";"), ("eos",), EITHER, ("eos",)),
-    ("the filler is a word's", lambda t: _swap(t, "<pad>", ";"), START, EITHER, START),
-    ("end and filler exchanged", lambda t: _swap(t, "</s>", "<pad>"), ("eos",), EITHER, ("eos",)),
+    ("the end token has a word's id", lambda t: _swap(t, "</s>", ";"), ("eos",), EITHER, ("eos",)),
+    ("the pad token has a word's id", lambda t: _swap(t, "<pad>", ";"), START, EITHER, START),
+    ("end and pad tokens exchanged", lambda t: _swap(t, "</s>", "<pad>"), ("eos",), EITHER, ("eos",)),
     ("an added word twice", lambda t: t["added_tokens"].append(_added("</s>", id=1)), ("tokenizer",), EITHER, ()),
     ("an added id beyond", lambda t: t["added_tokens"].append(_added("<x>", id=4096)), ("hf",), EITHER, ()),
     ("words without ids", lambda t: t["model"].update(vocab={"a": None}), ("{here}/hf",), REFUSED, ()),
     ("no model", lambda t: t.pop("model"), ("{here}/hf",), REFUSED, ()),
     ("an unknown model", lambda t: t["model"].update(type="Nonsense"), ("{here}/hf",), REFUSED, ()),
-    ("it cuts at two tokens", lambda t: t.update(truncation=CUT), ("tokenizer",), EITHER, ()),
+    ("it truncates at two tokens", lambda t: t.update(truncation=CUT), ("tokenizer",), EITHER, ()),
 )
 # The weights of a Hugging Face directory.
 WEIGHTS: Table = (
@@ -333,7 +333,7 @@ TEMPLATES: Table = (
     ),
     ("braces in a field", TITLED + b'{"title": "{text}", "text": "a", "targets": ["c"]}\n', (), TAKEN, ()),
 )
-# Arguments of commands: those that are good, then those that are odd.
+# Arguments of commands: good arguments, then unusual ones.
 FLAGS: Table = (
     ("a method misspelt", ("decode", *DECODE, "--method=seqential"), ("did you mean sequential",), REFUSED, ()),
     (
@@ -351,11 +351,11 @@ FLAGS: Table = (
         REFUSED,
         (),
     ),
-    ("shares beyond the whole", ("train", *SHORT, "--set=data.split=0.8,0.8"), ("data.split",), REFUSED, ()),
-    ("shares of nothing", ("train", *SHORT, "--set=data.split=0,0,0"), ("data.split",), REFUSED, ()),
+    ("shares with a sum above one", ("train", *SHORT, "--set=data.split=0.8,0.8"), ("data.split",), REFUSED, ()),
+    ("shares of zero", ("train", *SHORT, "--set=data.split=0,0,0"), ("data.split",), REFUSED, ()),
     ("shares in words", ("train", *SHORT, "--set=data.split=most,few"), ("data.split",), REFUSED, ()),
     (
-        "rows that are more than unique",
+        "an unknown value for unique rows",
         ("decode", *DECODE, "--set=decode.unique_rows=2"),
         ("unique_rows",),
         REFUSED,
@@ -371,7 +371,7 @@ FLAGS: Table = (
     ("a device for data", ("train", *SHORT, "--set=data.train=/dev/null"), ("/dev/null",), REFUSED, ()),
     ("an output that is a device", ("decode", *DECODE, "--output=/dev/full"), ("/dev/full",), REFUSED, ()),
     (
-        "an output in a format for nobody",
+        "an output in an unknown format",
         ("decode", *DECODE, "--output={here}/out.xlsx"),
         (".xlsx",),
         EITHER,
@@ -381,7 +381,7 @@ FLAGS: Table = (
 
 
 def _another_tokenizer(here: Path) -> None:
-    """One whose words are none of the data's."""
+    """Writes a tokenizer that has none of the words of the data."""
     shutil.copytree(here / "tokenizer", here / "other")
     _json("other/tokenizer.json", lambda t: t["model"].update(vocab=_backwards(t["model"]["vocab"])))(here)
 
@@ -391,7 +391,7 @@ def _backwards(words: dict[str, int]) -> dict[str, int]:
 
 
 def _kinds() -> Iterator[Kind]:
-    """All cases as the harness tries them."""
+    """Yields all cases as `refusals.many` tries them."""
 
     def kinds(family: str, table: Table, command: str, arguments: tuple[str, ...], make: Callable[[Any], Spoil]) -> Any:
         for case in (Case(*row) for row in table):
@@ -422,6 +422,6 @@ KINDS = tuple(_kinds())
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """All of them."""
+    """Tries all cases."""
     results = refusals.many(commands, scratch, KINDS)
     return {"taken": sum(result["code"] == 0 for result in results), **refusals.summary(results)}

@@ -1,4 +1,4 @@
-"""What may not be read, entered or written, and names that are too long, in each place that a command takes."""
+"""Tests paths without permissions to read, enter or write, and names that are too long, in each argument of a path."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ from lab.faults import refusals
 from lab.faults.refusals import DECODE, FROM_HF, RESUME, TRAIN, Kind
 from lab.faults.runs import Commands
 
-DENIED = "denied"  # a directory of each trial; what lies in it is that of the good run
+DENIED = "denied"  # a directory of each trial with the files of the good run
 CONVERT, VERIFY = "pipejax.convert.__main__", "pipejax.apps.verify.checkpoint_command"
 METRICS, PICTURE = "pipejax.apps.scoring.metrics_command", "pipejax.apps.picture.picture_command"
 DATA = "pipejax.apps.statistics.data_command"
-PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cannot be reached
+PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place}: the path that cannot be reached
     ("train.py --config", "train", ("--config={place}", "--workdir={{here}}/new")),
     ("train.py --workdir", "train", ("--config={{here}}/config.py", "--workdir={place}")),
     ("data.train", "train", (*TRAIN, "--set=data.train={place}")),
@@ -37,15 +37,15 @@ PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cann
     ("stats --data-dir", DATA, ("stats", "msqa", "--data-dir={place}")),
     ("stats --tokenizer", DATA, ("stats", "demo", "--tokenizer={place}")),
 )
-PARTS = (  # of a run, of a Hugging Face directory and of data, that may not be read although their place can be
+PARTS = (  # files of a run, a Hugging Face directory and data that cannot be read, in directories that can be
     ("a config file", "train", TRAIN, "config.py"),
     ("training data", "train", TRAIN, "train.jsonl"),
     ("a tokenizer", "train", TRAIN, "tokenizer"),
     ("a file of the tokenizer", "train", TRAIN, "tokenizer/tokenizer.json"),
-    ("a run to go on with", "train", RESUME, "run"),
+    ("a run to resume", "train", RESUME, "run"),
     ("its checkpoints", "train", RESUME, "run/checkpoints"),
     ("its lock", "train", RESUME, "run/.lock"),
-    ("the step to go on from", "train", RESUME, "run/checkpoints/4"),
+    ("the step to resume from", "train", RESUME, "run/checkpoints/4"),
     ("its manifest", "train", RESUME, "run/checkpoints/4/manifest"),
     ("its tokenizer", "train", RESUME, "run/tokenizer"),
     ("checkpoints to decode", "decode", DECODE, "run/checkpoints"),
@@ -78,5 +78,5 @@ KINDS = (
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """All of them."""
+    """Tries all cases."""
     return refusals.summary(refusals.many(commands, scratch, KINDS))

@@ -1,4 +1,4 @@
-"""Batches that make the loss NaN: no parameter and no moment may change by a bit, and nothing of them may be saved."""
+"""Tests batches that make the loss NaN: no bit of a parameter or a moment may change, and none may be saved."""
 
 import dataclasses
 import random
@@ -19,11 +19,11 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.model import sharding
 from pipejax.training.step import Trainer
 
-GUARD = "max_bad_steps"  # the setting that comes with the guard against them
+GUARD = "max_bad_steps"  # the setting of the guard against such batches
 
 
 def many(commands: Commands, scratch: Path, *, trials: int, seed: int) -> dict[str, Any]:
-    """Each trial is a step on a batch with a NaN or an infinity among its weights, between good steps."""
+    """Makes a step in each trial on a batch with a NaN or an infinity in its weights, between good steps."""
     if GUARD not in {field.name for field in dataclasses.fields(TrainConfig)}:
         return {"skipped": f"there is no train.{GUARD}", "ok": None}
     config = config_lib.load(runs.prepare(scratch / "tiny"))

@@ -1,7 +1,7 @@
-"""Power cuts: what an ext4 disk holds at some moment is mounted somewhere else, and the run goes on there.
+"""Tests power cuts: a copy of an ext4 disk is mounted, and the run continues there.
 
-The disk is an image file. A copy of the file while it is mounted is what a disk without power would hold: what is only
-in the kernel's memory is lost, and the journal is replayed when the copy is mounted. Only root may have a loop device.
+The disk is an image file. A copy of the file, taken while it is mounted, has the content of the disk after a power cut:
+data in the memory of the kernel are lost, and the journal is replayed when the copy is mounted. Loop devices need root.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from lab.faults.runs import Command, Commands
 SIZE = 48 << 20  # bytes
 SETTINGS = ("train.steps=16", "train.checkpoint_every=4", "train.evaluate_every=8", "train.keep_checkpoints=1")
 DELAYS = (0.0, 1.0, 4.0)  # seconds after a save
-LONG_DELAYS = (0.0, 2.0, 8.0, 18.0, 30.0)  # after one of them: by then the kernel has written everything
+LONG_DELAYS = (0.0, 2.0, 8.0, 18.0, 30.0)  # after one of the saves: at the end the kernel has written everything
 
 
 def cuts(commands: Commands, scratch: Path, *, short: bool = False) -> dict[str, Any]:
-    """Cuts after and in saves, after a conversion and after a decode; each copy is verified, and training goes on."""
+    """Cuts after and during saves, after a conversion and after a decode; verifies the copies, and resumes training."""
     config = runs.prepare(scratch / "tiny")
     assert commands.train(config, scratch / "undisturbed", *SETTINGS).end() == 0
     expected = runs.outcome(scratch / "undisturbed")
@@ -53,7 +53,7 @@ def cuts(commands: Commands, scratch: Path, *, short: bool = False) -> dict[str,
 def _training(
     commands: Commands, config: Path, disk: Path, copies: Path, *, short: bool
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """Copies of the disk in a training, and what each must hold."""
+    """Takes copies of the disk during a training; returns them with the steps that each must have."""
     workdir, taken = disk / "run", list[tuple[Path, dict[str, Any]]]()
     command = commands.train(config, workdir, *SETTINGS)
 
@@ -80,7 +80,7 @@ def _training(
 
 
 def _staged(workdir: Path, step: int) -> list[Path]:
-    """What lies beside the steps while that one is saved, whatever its name."""
+    """The paths of an unfinished save of a step, under any name."""
     entries = (workdir / "checkpoints").glob("*") if not (workdir / f"checkpoints/{step}").exists() else ()
     return [path for path in entries if not path.name.isdigit() and str(step) in path.name]
 
@@ -92,7 +92,7 @@ def _saved(workdir: Path) -> int:
 
 
 def _after(commands: Commands, config: Path, copy: Path, promised: dict[str, Any], expected: Any) -> dict[str, Any]:
-    """What there is after the power is back."""
+    """Mounts a copy, verifies its steps, and continues the run."""
     with mounted(copy, copy.with_suffix("")) as disk:
         workdir = disk / "run"
         good, damaged = verified(workdir)
@@ -107,7 +107,7 @@ def _after(commands: Commands, config: Path, copy: Path, promised: dict[str, Any
 
 
 def _outputs(commands: Commands, run: Path, disk: Path, copies: Path) -> list[dict[str, Any]]:
-    """A conversion in each direction and a decode, each cut as soon as it has reported success."""
+    """Makes a conversion in each direction and a decode, and cuts the power as soon as each has reported success."""
     copies.mkdir()
     (copies / "in.jsonl").write_text('{"id": 1, "source": "honey maps"}\n' * 4)
     made: list[tuple[str, tuple[str, ...]]] = [
@@ -128,7 +128,7 @@ def _outputs(commands: Commands, run: Path, disk: Path, copies: Path) -> list[di
 
 
 def contents(place: Path) -> dict[str, bytes]:
-    """All files of a directory, or one file."""
+    """The contents of all files in a directory, or of one file."""
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
     return {str(path.relative_to(place)): path.read_bytes() for path in files}
 
@@ -146,7 +146,7 @@ def verified(workdir: Path) -> tuple[list[int], list[str]]:
 
 @contextlib.contextmanager
 def stopped(command: Command) -> Iterator[None]:
-    """The process stands still; the kernel goes on writing."""
+    """A context in which the process is stopped, and the kernel continues to write."""
     command.send(signal.SIGSTOP)
     try:
         yield
@@ -156,7 +156,7 @@ def stopped(command: Command) -> Iterator[None]:
 
 @contextlib.contextmanager
 def image(place: Path) -> Iterator[Path]:
-    """A small ext4 disk, mounted at `place`; its file lies beside it."""
+    """A context with a small ext4 disk at `place`; yields its image file in the same folder."""
     file = place.with_suffix(".img")
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as made:
@@ -170,7 +170,7 @@ def image(place: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def mounted(file: Path, place: Path) -> Iterator[Path]:
-    """An image, mounted."""
+    """A context with a mounted image; yields its path."""
     if os.geteuid() != 0:
         raise CannotMount("only root may mount an image")
     place.mkdir()
@@ -184,7 +184,7 @@ def mounted(file: Path, place: Path) -> Iterator[Path]:
 
 
 def freeze(file: Path, copy: Path) -> None:
-    """What the disk holds at one moment: reads until two copies agree, as the kernel may write in between."""
+    """Copies the disk at one moment: reads until two copies are equal, since the kernel may write during a copy."""
     before = b""
     for _ in range(50):
         now = file.read_bytes()
@@ -192,7 +192,7 @@ def freeze(file: Path, copy: Path) -> None:
             copy.write_bytes(now)
             return
         before = now
-    raise AssertionError(f"{file} never stood still")
+    raise AssertionError(f"{file} changed during every copy")
 
 
 def _patiently(attempt: Callable[[], bool]) -> None:

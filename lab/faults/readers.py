@@ -1,4 +1,4 @@
-"""Commands that read a run while it trains and keeps one step: each finds a good one, whatever is replaced under it."""
+"""Tests commands that read a run during its training with keep_checkpoints=1: each must find an intact step."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ SMALL = ("train.evaluate_examples=2", "decode.max_length=2", "grid.time_max=2")
 
 
 def during(commands: Commands, scratch: Path, *, calls: int) -> dict[str, Any]:
-    """Calls verify, decode and to-hf in turn, most often verify, while a training saves at every step."""
+    """Calls verify, decode and to-hf in turn, mostly verify, while a training saves at every step."""
     config = runs.prepare(scratch / "tiny")
     (scratch / "in.jsonl").write_text('{"id": 1, "source": "honey maps"}\n')
     run = scratch / "run"

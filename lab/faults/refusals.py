@@ -1,6 +1,6 @@
 """Input that a command must refuse: exit code 2, one line that names the culprit, and no file changed.
 
-Some input may be taken as well, or must be; then what was made of it is said.
+Some input may or must be accepted; then lines must describe how it was interpreted.
 """
 
 import json
@@ -21,21 +21,21 @@ FROM_HF = ("from-hf", "{here}/hf", "{here}/converted")
 
 
 class Kind(NamedTuple):
-    """One way to be wrong."""
+    """A kind of wrong or unusual input."""
 
     name: str
-    words: tuple[str, ...]  # that the line must hold if it is refused
-    command: str  # whose `main`
+    words: tuple[str, ...]  # words that the line must contain if the input is refused
+    command: str  # the module whose `main` is called
     arguments: tuple[str, ...]  # {here} is the directory of this trial
     spoil: Callable[[Path], Any] = lambda here: None
     devices: int = 1
-    deny: str = ""  # what in {here} may not be entered, read or written while the command runs
-    codes: tuple[int, ...] = (2,)  # exit codes that are right: 2, it is refused; 0, it is taken
-    said: tuple[str, ...] = ()  # what must be said, each in some line, if it is taken
+    deny: str = ""  # a path in {here} without permissions while the command runs
+    codes: tuple[int, ...] = (2,)  # correct exit codes: 2: refused; 0: accepted
+    said: tuple[str, ...] = ()  # words that must each be in some line if the input is accepted
 
 
 def template(commands: Commands, place: Path) -> Path:
-    """A tiny run, its Hugging Face directory, an input and an older output, which each trial gets a copy of."""
+    """Writes a tiny run, its Hugging Face directory, an input and an older output; each trial gets a copy."""
     config = runs.prepare(place)
     assert commands.train(config, place / "run", "train.steps=4").end() == 0
     assert commands.start("pipejax.convert.__main__", "to-hf", str(place / "run"), str(place / "hf")).end() == 0
@@ -45,14 +45,14 @@ def template(commands: Commands, place: Path) -> Path:
 
 
 def many(commands: Commands, scratch: Path, kinds: Sequence[Kind], *, workers: int = 2) -> list[dict[str, Any]]:
-    """What came of each kind, tried in a directory of its own."""
+    """Tries each kind in a separate directory; returns the results."""
     whole = template(commands, scratch / "template")
 
     def trial(numbered: tuple[int, Kind]) -> dict[str, Any]:
         number, kind = numbered
         here = scratch / str(number)
         shutil.copytree(whole, here, symlinks=True)
-        if "{here}/run" not in " ".join(kind.arguments):  # a run goes on with its data, which lies where it lay
+        if "{here}/run" not in " ".join(kind.arguments):  # a resumed run needs its data at the same path
             path = here / "config.py"
             path.write_text(path.read_text().replace(str(whole), str(here)))
         kind.spoil(here)
@@ -74,12 +74,12 @@ def many(commands: Commands, scratch: Path, kinds: Sequence[Kind], *, workers: i
         after = snapshot(here)
         shutil.rmtree(here)
         errors, whole_text = [line for line in said if line.startswith("error: ")], "\n".join(said)
-        # A line about what was skipped, or on where the run begins, may come before.
+        # A line about skipped lines, or about the start of the run, may come first.
         refused = code == 2 and errors == said[-1:] and len(errors[0]) <= 1100
         words = kind.words if refused else kind.said
         missing = [word for word in words if word.format(here=here) not in (errors[0] if refused else whole_text)]
         taken = code == 0 and not errors
-        made = str(here / "out.jsonl") if taken else ""  # what it was told to write may stand there before
+        made = str(here / "out.jsonl") if taken else ""  # the output may exist before the command
         return {
             "kind": kind.name,
             "code": code,

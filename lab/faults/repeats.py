@@ -1,4 +1,4 @@
-"""The same command, twice in two directories, and once more in a finished one."""
+"""Runs the same command in two directories, and again in a finished directory."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from lab.faults.runs import Commands
 
 
 def twice(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """The metrics of two runs of one command, and what its repetition changes in a finished run."""
+    """Compares the metrics of two runs of one command, and a finished run before and after a repetition."""
     config = runs.prepare(scratch / "tiny")
     codes = [commands.train(config, scratch / name, cold=name == "a").end() for name in ("a", "b")]
     first, second = runs.outcome(scratch / "a"), runs.outcome(scratch / "b")

@@ -1,7 +1,7 @@
-"""The tiny run's processes, and what two runs are compared by.
+"""The processes of the tiny run, and the comparison of two runs.
 
-Commands run in children of a process that has imported what they need, which halves their cost; a child is a process
-like any other: it is killed, and ends, on its own.
+Commands run in children of a process that has imported the libraries, which halves their cost. Apart from this, a child
+is an ordinary process: it is killed, and ends, independently of the others.
 """
 
 import contextlib
@@ -30,33 +30,33 @@ from support.tiny_run import EVERY, STEPS, committed, metrics, prepare, steps_ma
 
 __all__ = ["EVERY", "STEPS", "committed", "metrics", "prepare", "steps_made"]
 
-# multiprocessing asks after all children when it starts one, and a child's exit code can be read only once.
+# multiprocessing polls all children when it starts one, and a child's exit code can be read only once.
 _asking = threading.Lock()
 
 
 @dataclasses.dataclass
 class Command:
-    """A command under way in a process of its own."""
+    """A running command in a separate process."""
 
     process: ForkServerProcess
     said_in: Path
 
     def running(self) -> bool:
-        """Whether it still runs."""
+        """Whether the command still runs."""
         with _asking:
             return self.process.is_alive()
 
     def send(self, number: int) -> None:
-        """Sends a signal, if it still runs."""
+        """Sends a signal if the command still runs."""
         with _asking, contextlib.suppress(ProcessLookupError):
             if self.process.is_alive() and self.process.pid:
                 os.kill(self.process.pid, number)
 
     def end(self, timeout: float = 1800.0) -> int:
-        """Waits for it; its exit code, negative for a signal as in subprocess.
+        """Waits for the command; returns its exit code, negative for a signal as in subprocess.
 
         Raises:
-          TimeoutError: it hangs; it is then killed.
+          TimeoutError: the command hangs; it is killed before.
         """
         wait([self.process.sentinel], timeout)
         with _asking:
@@ -67,7 +67,7 @@ class Command:
         return code
 
     def said(self) -> list[str]:
-        """Its lines on standard error."""
+        """The lines of the command on standard error."""
         return self.said_in.read_text(errors="replace").splitlines()
 
 
@@ -75,12 +75,12 @@ class Commands:
     """Starts commands."""
 
     def __init__(self, scratch: Path) -> None:
-        """Imports what all need, in a process that then forks."""
+        """Starts the process that imports the libraries of all commands and forks them."""
         self.scratch, self.count = scratch, 0
         scratch.mkdir(parents=True, exist_ok=True)
         (scratch / "compiled").mkdir(mode=0o700, exist_ok=True)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(scratch / "compiled"))
-        # Every program compiles once for all runs of the harness.
+        # Each program compiles once for all runs of this package.
         os.environ |= {
             "JAX_PLATFORMS": "cpu",
             "HF_HUB_OFFLINE": "1",
@@ -92,11 +92,11 @@ class Commands:
         needed += ["transformers.models.auto.tokenization_auto", "sentencepiece"]
         self.context.set_forkserver_preload(needed)
         self.library: Path | None = None
-        self.blind = ""  # why file events cannot be seen
+        self.blind = ""  # the reason why file events cannot be recorded
         try:
             self.library = events.build(scratch)
             os.environ["LD_PRELOAD"] = str(self.library)
-            multiprocessing.forkserver.ensure_running()  # which all commands are forked from
+            multiprocessing.forkserver.ensure_running()  # all commands are forked from this process
         except events.CannotWatch as reason:
             self.blind = str(reason)
         finally:
@@ -114,12 +114,12 @@ class Commands:
         """Starts the `main` of a module with these arguments.
 
         Args:
-          name: `train`, `decode`, `pipejax.convert.__main__` or another that has one.
-          argv: its arguments.
-          devices: fake CPU devices.
-          cold: compile everything, instead of taking it from the runs before.
-          trap: what watches its files.
-          files: how many it may have open at once.
+          name: `train`, `decode`, `pipejax.convert.__main__` or another module with a `main`.
+          argv: the arguments.
+          devices: the number of fake CPU devices.
+          cold: whether everything compiles, instead of using compiled programs of earlier runs.
+          trap: records the file events, or kills the process at one.
+          files: the number of files that it may hold open.
         """
         watch = (trap, self.library) if trap and self.library else None
         with _asking:
@@ -131,7 +131,7 @@ class Commands:
         return Command(process, said)
 
     def share(self, name: str, scratch: Path, trials: int, *, workers: int = 2) -> list[dict[str, Any]]:
-        """Shares trials among processes that run the `main` of a module: SCRATCH FIRST LAST OUT; what is in OUT."""
+        """Splits trials among processes that run a module's `main` with SCRATCH FIRST LAST OUT; returns the results."""
         bounds = [trials * number // workers for number in range(workers + 1)]
         started = []
         for number, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -176,7 +176,7 @@ class Commands:
 
 
 def speak_into(said: str) -> None:
-    """Standard error of this process goes into a file from now on, standard output nowhere."""
+    """Redirects standard error of this process to a file, and standard output to nowhere."""
     handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(handle, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -201,7 +201,9 @@ def _child(
     from pipejax.system import cli
 
     jax.config.update("jax_num_cpu_devices", devices)
-    os.environ["NPROC"] = str(2 * devices)  # XLA's threads: with one a device, devices that wait for each other starve
+    os.environ["NPROC"] = str(
+        2 * devices
+    )  # XLA's threads: with one for each device, devices that wait for each other starve
     if cold:
         jax.config.update("jax_enable_compilation_cache", False)
     main = importlib.import_module(name).main
@@ -213,12 +215,12 @@ def _child(
 
 
 def saves_under_way(workdir: Path) -> list[Path]:
-    """Directories of saves that are not committed."""
+    """The directories of saves that are not committed."""
     return [*workdir.glob("checkpoints/*.orbax-checkpoint-tmp*"), *workdir.glob("best/*.orbax-checkpoint-tmp*")]
 
 
 def state_word(workdir: Path, step: int, kind: str = "checkpoints") -> str:
-    """One word for the arrays of a step, the optimizer's too if it holds them, read and verified now."""
+    """A digest of the arrays of a step, including the optimizer's if it has them, after they are read and verified."""
     from pipejax.checkpoint.fingerprint import digest
     from pipejax.checkpoint.store import Store
 
@@ -229,7 +231,7 @@ def state_word(workdir: Path, step: int, kind: str = "checkpoints") -> str:
 
 
 def outcome(workdir: Path) -> dict[str, Any]:
-    """What two runs must have in common: the last state, the best parameters, the last params_fp and the whole log."""
+    """The outcome in which two runs must agree: last state, best parameters, last params_fp, and the whole log."""
     lines, steps = metrics(workdir), committed(workdir)
     return {
         "best": {step: state_word(workdir, step, "best") for step in committed(workdir, "best")},
@@ -241,7 +243,7 @@ def outcome(workdir: Path) -> dict[str, Any]:
 
 
 def wait_for(condition: Any, command: Command, timeout: float = 120.0) -> bool:
-    """Whether it came true while the command ran; looks about a thousand times a second."""
+    """Whether the condition became true while the command ran; it is tested about a thousand times a second."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if condition():
@@ -253,11 +255,11 @@ def wait_for(condition: Any, command: Command, timeout: float = 120.0) -> bool:
 
 
 def fresh(directory: Path) -> Path:
-    """The path, with nothing there."""
+    """Removes anything at the path; returns the path."""
     shutil.rmtree(directory, ignore_errors=True)
     return directory
 
 
 def copy(directory: Path, target: Path) -> None:
-    """Copies a directory, replacing what is there."""
+    """Copies a directory, and replaces the target."""
     shutil.copytree(directory, fresh(target), symlinks=True)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT while a run compiles, steps, evaluates or saves."""
+"""Sends SIGTERM and SIGINT while a run compiles, makes steps, evaluates or saves."""
 
 import random
 import signal
@@ -15,7 +15,7 @@ SETTINGS = ("train.steps=300", "train.evaluate_every=150", "train.checkpoint_eve
 
 
 def many(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: int = 2) -> dict[str, Any]:
-    """Each trial is a run that is stopped once and started again."""
+    """Stops a run once in each trial, and starts it again."""
     config = runs.prepare(scratch / "tiny")
     assert commands.train(config, scratch / "undisturbed", *SETTINGS).end() == 0
     reference = runs.outcome(scratch / "undisturbed")
@@ -29,9 +29,9 @@ def many(commands: Commands, scratch: Path, *, trials: int, seed: int, workers: 
         command.send(which)
         code = command.end()
         logged, steps = runs.steps_made(workdir), runs.committed(workdir)
-        # The step under way is finished; while it was being asked for, another may have been.
+        # The running step is finished; another step may have been made before the signal arrived.
         prompt = bool(steps) and steps[-1] == logged and logged <= made + 3
-        if phase == "evaluation":  # given up at once
+        if phase == "evaluation":  # an evaluation ends at once
             reached, prompt = reached and evaluations == 0, prompt and _evaluations(workdir) == 0
         again = commands.train(config, workdir, *SETTINGS).end()
         return {
@@ -71,7 +71,9 @@ def _wait(phase: str, command: Command, workdir: Path, chance: random.Random) ->
         wanted = chance.randrange(1, 100)
         return runs.wait_for(lambda: runs.steps_made(workdir) >= wanted, command)
     if phase == "evaluation":
-        came = runs.wait_for(lambda: runs.steps_made(workdir) >= 150, command)  # which is logged before it begins
+        came = runs.wait_for(
+            lambda: runs.steps_made(workdir) >= 150, command
+        )  # the step is logged before the evaluation begins
         time.sleep(chance.uniform(0, 0.2))
         return came
     return runs.wait_for(lambda: any(workdir.glob("checkpoints/*.orbax-checkpoint-tmp*")), command)

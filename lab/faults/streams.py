@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or whose reader goes away, as a shell gives them to real commands."""
+"""Tests real commands with standard streams that are closed, full, or lose their reader, as a shell passes them."""
 
 import json
 import subprocess
@@ -24,10 +24,10 @@ class Case(NamedTuple):
     """A command in a shell; {here} is a directory with a run."""
 
     name: str
-    line: str  # behind the name of Python
+    line: str  # the command after the name of Python
     code: int
-    said: str | None = None  # the one line on standard error, in part; None: anything without a traceback
-    makes: str = ""  # a path in {here} that must be there afterwards
+    said: str | None = None  # part of the only line on standard error; None: anything without a traceback
+    makes: str = ""  # a path in {here} that must exist afterwards
 
 
 CASES = (
@@ -36,10 +36,12 @@ CASES = (
     Case("train, all closed", f"{TRAIN} <&- >&- 2>&-", 0, makes="new/checkpoints/6"),
     Case("decode, standard error closed", f"{DECODE} --output={{here}}/new 2>&-", 0, makes="new"),
     Case("decode, standard error full", f"{DECODE} --output={{here}}/new 2>{FULL}", 0, makes="new"),
-    Case("decode to what is closed", f"{DECODE} --output=- >&-", 2, "found standard output closed"),
-    Case("decode to what is full", f"{DECODE} --output=- >{FULL}", 2, "No space left on device"),
-    Case("decode to nobody", f"{DECODE} --output=- | true", 1),
-    Case("decode what is closed", f"{DECODE.replace('{here}/in.jsonl', '-')} --output=- <&-", 2, "found no lines"),
+    Case("decode to a closed stream", f"{DECODE} --output=- >&-", 2, "found standard output closed"),
+    Case("decode to a full stream", f"{DECODE} --output=- >{FULL}", 2, "No space left on device"),
+    Case("decode without a reader", f"{DECODE} --output=- | true", 1),
+    Case(
+        "decode from a closed stream", f"{DECODE.replace('{here}/in.jsonl', '-')} --output=- <&-", 2, "found no lines"
+    ),
     Case("convert, standard output closed", f"{TO_HF} >&-", 0, makes="new/config.json"),
     Case("convert, standard output full", f"{TO_HF} >{FULL}", 2, "standard output", makes="new/config.json"),
     Case("verify, standard output full", f"{VERIFY} >{FULL}", 2, "standard output: cannot be written"),
@@ -47,12 +49,12 @@ CASES = (
     Case("stats, standard output full", f"{STATS} >{FULL}", 2, "standard output: cannot be written"),
     Case("an error, standard error closed", "decode.py 2>&-", 2, ""),
     Case("an error, standard error full", f"decode.py 2>{FULL}", 2, ""),
-    Case("help for nobody", "train.py --help | true", 1),
+    Case("help without a reader", "train.py --help | true", 1),
 )
 
 
 def many(commands: Commands, scratch: Path) -> dict[str, Any]:
-    """All cases, and a training whose log is read by somebody who goes away."""
+    """Tries all cases, and a training that loses the reader of its log."""
     here = refusals.template(commands, scratch / "template")
     with ThreadPoolExecutor(2) as pool:
         results = [*pool.map(lambda case: attempt(case, here, scratch), CASES), _gone(here, scratch)]
@@ -67,7 +69,7 @@ def many(commands: Commands, scratch: Path) -> dict[str, Any]:
 
 
 def attempt(case: Case, whole: Path, scratch: Path) -> dict[str, Any]:
-    """One case, in a copy of the directory."""
+    """Tries a case in a copy of the directory."""
     here = scratch / case.name.replace(" ", "-").replace(",", "")
     subprocess.run(["cp", "-r", str(whole), str(here)], check=True)
     line = f"{sys.executable} {case.line.format(here=here)}"
@@ -76,7 +78,7 @@ def attempt(case: Case, whole: Path, scratch: Path) -> dict[str, Any]:
     told = case.said is None or (len(said) == 1 and case.said in said[0]) or (case.said == "" and not said)
     clean = "Traceback" not in ended.stderr.decode(errors="replace") and ended.stdout.count(b"\n") <= 30
     made = not case.makes or (here / case.makes).exists()
-    # What is said must not come out where results do, nor in a file that took a closed stream's number.
+    # Messages must not be written to the stream of results, nor to a file with the number of a closed stream.
     unmixed = all(_whole_lines(path) for path in here.glob("new/metrics.jsonl"))
     ok = ended.returncode == case.code and told and clean and made and unmixed
     return {"case": case.name, "code": ended.returncode, "said": " / ".join(said)[:300], "made": made, "ok": ok}
@@ -96,4 +98,4 @@ def _gone(whole: Path, scratch: Path) -> dict[str, Any]:
     process.stderr.close()
     code = process.wait(300)
     steps = runs.committed(here / "new")
-    return {"case": "train, its reader gone", "code": code, "said": str(steps), "ok": code == 0 and steps[-1] == 6}
+    return {"case": "train, the reader is gone", "code": code, "said": str(steps), "ok": code == 0 and steps[-1] == 6}

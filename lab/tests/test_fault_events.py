@@ -103,12 +103,12 @@ def test_a_save_in_the_right_order_loses_nothing():
 @pytest.mark.parametrize(
     ("left_out", "loss"),
     [
-        (1, "checkpoints/2: goes before"),  # the directory of all steps has no name yet
+        (1, "checkpoints/2: removed before"),  # the directory of all steps has no name yet
         (5, "checkpoints/2: renamed with 1 not on disk (a"),
         (6, "checkpoints/2: renamed with 1 not on disk (a"),
         (12, "checkpoints/4: renamed with 1 not on disk (a"),
         (13, "checkpoints/4: renamed with 1 not on disk (a"),
-        (15, "checkpoints/2: goes before a newer step is on disk"),
+        (15, "checkpoints/2: removed before a newer step is on disk"),
     ],
 )
 def test_any_fsync_that_is_left_out_is_a_loss(left_out, loss):
@@ -124,7 +124,7 @@ def test_a_fsync_that_comes_too_late_is_a_loss():
 
 def test_step_moved_away_before_its_successor_is_committed_is_lost():
     early = [*SAFE[:15], "rename checkpoints/2 checkpoints/old", SAFE[15], "unlink checkpoints/old/a"]
-    assert "checkpoints/2: goes before a newer step is on disk" in losses(Path("/w"), _happened(*early))
+    assert "checkpoints/2: removed before a newer step is on disk" in losses(Path("/w"), _happened(*early))
     late = [*SAFE[:16], "rename checkpoints/2 checkpoints/old", "unlink checkpoints/old/a", "rmdir checkpoints/old"]
     assert losses(Path("/w"), _happened(*late)) == []
 
