@@ -1,11 +1,12 @@
-"""A prototype: a decode on an NVIDIA GPU as one launch of a kernel that takes step after step by itself (decode.h).
+"""A prototype that decodes on an NVIDIA GPU in one launch of a kernel, which makes all steps of the answer (decode.h).
 
-XLA starts some 170 kernels a step, and waits for the host in between. Here all multiprocessors take a step together.
-The arithmetic, caches and carry equal those of `step_decoder`. Tests run the same source on a CPU, one thread for each
-block.
+XLA starts about 170 kernels for a step, and waits for the host between them. Here all multiprocessors make a step
+together. The arithmetic, caches and carry are the same as in `step_decoder`. Tests run the same source on a CPU, with
+one thread for each block.
 
-No GPU has run the kernel. By its counted instructions a step of T5-Base takes 0.55 to 0.7 ms, which is not faster than
-XLA's kernels; it belongs into the package once a GPU shows at most 0.45 ms for a step of T5-Base with 9 queries.
+No GPU has run the kernel. From the count of its instructions, a step of T5-Base takes 0.55 to 0.7 ms, which is not
+faster than XLA's kernels. The kernel can move to the package if a GPU needs at most 0.45 ms for a step of T5-Base with
+9 queries.
 """
 
 import dataclasses
@@ -28,24 +29,27 @@ from pipejax.model.t5 import Memory
 from pipejax.system import Tree
 
 Array = jax.Array
-ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in arguments.h
-MOST_QUERIES, MOST_POINTERS, WIDEST_HEAD, MOST_ENDS = 256, 400, 128, 8  # as there
-EXAMPLE, ROW = ("time", "started", "complete", "done"), ("last", "end", "retired")  # begin the structs there
-PARTS = 8  # of the vocabulary, in the search for a query's highest logit
+ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # in the order of their numbers in arguments.h
+MOST_QUERIES, MOST_POINTERS, WIDEST_HEAD, MOST_ENDS = 256, 400, 128, 8  # as in arguments.h
+EXAMPLE, ROW = (
+    ("time", "started", "complete", "done"),
+    ("last", "end", "retired"),
+)  # the first members of the structs in arguments.h
+PARTS = 8  # parts of the vocabulary in the search for a query's highest logit
 
 
 class LaunchBlocks(NamedTuple):
-    """The blocks that go through a decode together. Static under jit."""
+    """The blocks that make the steps of a decode together. Static under jit."""
 
-    number: int  # as many as run at the same time
-    architecture: str  # of the GPU: "90"; "": they are a CPU's threads
-    patience: int = 2000  # milliseconds that one waits for the others until all give up
-    absent: int = -1  # for tests, one that never comes
-    dawdle: int = 0  # for tests, microseconds that one is late at the most
+    number: int  # the number of blocks, which must all run at the same time
+    architecture: str  # the architecture of the GPU, such as "90"; "": threads of a CPU
+    patience: int = 2000  # milliseconds for which a block waits for the others before all blocks end
+    absent: int = -1  # for tests: a block that never arrives at a barrier
+    dawdle: int = 0  # for tests: the largest delay of a block in microseconds
 
 
 def fits(decoder: Any, strategy: Stepper, batch: int, options: DecodingOptions) -> bool:
-    """Whether the kernel knows such a decode: greedy, pipelined or sequential, in sizes that fill its tiles."""
+    """Whether the kernel supports a decode: greedy, pipelined or sequential, with sizes that fill its tiles."""
     config, weights = decoder.config, decoder.weights
     matrices = [weights.head, *(x for layer in weights.layers for x in vars(layer).values() if isinstance(x, Matrix))]
     return (
@@ -56,7 +60,7 @@ def fits(decoder: Any, strategy: Stepper, batch: int, options: DecodingOptions) 
         and len(decoding.ends_of(strategy)) <= MOST_ENDS
         and not any(x % 32 for x in (config.d_model, config.d_ff, config.num_heads * config.d_kv))
         and config.d_kv <= WIDEST_HEAD
-        and len(weights.bias) == 1  # that all layers share
+        and len(weights.bias) == 1  # one bias for all layers
         and 31 + 15 * config.num_decoder_layers <= MOST_POINTERS
         and all(x.rows.dtype == decoder.dtype for x in matrices)
     )
@@ -73,10 +77,10 @@ def decode(
     pause_after: Array | None = None,
     watched: Array | None = None,
 ) -> tuple[Segment, Array, Array]:
-    """As `decoding.decode`.
+    """Decodes as `decoding.decode` does.
 
     Returns:
-      The stretch; whether a block waited in vain, bool scalar, in which case nothing else means anything; and the
+      The stretch; whether a block waited too long, bool scalar, in which case the other results are invalid; and the
       logits f32 [N, V] of the last step.
     """
     carry = decoding.grow(decoder, carry, slots)
@@ -129,7 +133,7 @@ def decode_batch(
     backend: Any,
     blocks: LaunchBlocks,
 ) -> tuple[Segment, Array]:
-    """As `programs.decode_batch`, by one launch: the stretch, and whether a block waited in vain; traced."""
+    """Decodes as `programs.decode_batch`, in one launch; returns the stretch, and whether a block waited too long."""
     decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
     batch = len(memory.mask)
     assert fits(decoder, strategy, batch, GREEDILY), "the kernel does not support this decode"
@@ -140,7 +144,7 @@ def decode_batch(
 def numbers_of(
     decoder: Any, strategy: Any, carry: Carry, *, sizes: Sizes, slots: int, blocks: LaunchBlocks
 ) -> dict[str, Any]:
-    """The members of the struct Numbers, in its order; of its array a tuple."""
+    """The members of the struct Numbers, in its order; a tuple for the array."""
     config, grid, rows = decoder.config, strategy, strategy.most_queries
     batch, length = decoder.memory.mask.shape
     lengths = batch, rows, grid.time_max, slots, length
@@ -157,7 +161,7 @@ def numbers_of(
 
 
 def _changing(strategy: Any, carry: Carry, left: Array) -> list[Array]:
-    """The members of Given from `control` on, which the kernel changes."""
+    """The members of the struct Given that the kernel changes: `control` and all later ones."""
     of_example, of_row, tokens = _on_grid(strategy, carry.state)
     of_example.append(jnp.broadcast_to(carry.used, len(tokens)))
     of_row += [carry.query.live, carry.query.tokens, carry.query.time]
@@ -178,7 +182,7 @@ def _scratch(numbers: dict[str, Any], dtype: Any) -> dict[str, jax.ShapeDtypeStr
 
 
 def _on_grid(strategy: Any, state: RowState) -> tuple[list[Array], list[Array], Array]:
-    """The arrays of EXAMPLE and ROW, and the tokens i32 [B, R, T + 1] by the time at which they are generated."""
+    """The arrays of EXAMPLE and ROW, and the tokens i32 [B, R, T + 1] by the time-steps that generate them."""
     newest, is_open = strategy.first + state.length, strategy.find_open(state)
     steps = strategy.result(state).steps
     time = jnp.where(is_open.any(axis=1), jnp.where(is_open, newest, NEVER).min(axis=1), steps)
@@ -191,7 +195,7 @@ def _on_grid(strategy: Any, state: RowState) -> tuple[list[Array], list[Array], 
 
 
 def _off_grid(strategy: Any, examples: Array, grids: Array, tokens: Array) -> RowState:
-    """The state that the kernel leaves."""
+    """The state of rows from the arrays of the kernel."""
     found = dict(zip(EXAMPLE + ROW, [*jnp.moveaxis(examples, 1, 0)[:-1], *jnp.moveaxis(grids, 2, 0)[:-3]], strict=True))
     first, ended = strategy.first, found["end"] != NEVER
     until = jnp.where(ended, found["end"], found["time"][:, None])
@@ -211,7 +215,7 @@ def _off_grid(strategy: Any, examples: Array, grids: Array, tokens: Array) -> Ro
 def _enqueue(
     arrays: list[Any], scratch: list[Any], aliases: dict[int, int], dtype: str, blocks: LaunchBlocks
 ) -> list[Array]:
-    """The results of the kernel: arrays that it changes, then scratch. On a GPU by XLA's own call of PTX."""
+    """Starts the kernel, on a GPU by XLA's call of PTX; returns the arrays that it changes, then scratch."""
     results = [*(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in aliases), *scratch]
     target, static = f"pipejax_launch_{dtype}", dict[str, Any](blocks=np.int32(blocks.number))
     if blocks.architecture:

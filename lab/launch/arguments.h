@@ -1,4 +1,4 @@
-// The arguments of a launch, in the order in which `launch.decode` gives them, and the room of a block.
+// The arguments of a launch, in the order in which `launch.decode` passes them, and the shared memory of a block.
 //
 // Shapes: B batch, R rows of the grid, T time-steps, C slots of the cache, L source length, D width, H heads, K head width,
 // I = H K, F feed-forward width, V vocabulary, N queries of a step.
@@ -8,31 +8,31 @@
 
 namespace launch {
 
-constexpr int kQueries = 256;   // N, at the most
-constexpr int kTogether = 64;   // queries of a product at once
-constexpr int kPointers = 400;  // of a launch, at the most
-constexpr int kSlots = 512;     // that attention looks at together
-constexpr int kGroup = 4;       // queries of attention that look at them together
-constexpr int kEnds = 8;        // tokens that end a row, at the most
-constexpr int kNever = 1 << 30;  // the end of a row that has not ended; the row of a slot that nobody sees
+constexpr int kQueries = 256;   // the largest N
+constexpr int kTogether = 64;   // queries in one pass of a product
+constexpr int kPointers = 400;  // most pointers of a launch
+constexpr int kSlots = 512;     // slots in one pass of attention
+constexpr int kGroup = 4;       // queries in one pass of attention
+constexpr int kEnds = 8;        // most tokens that end a row
+constexpr int kNever = 1 << 30;  // the end of a row that has not ended; the row of a slot that is not visible
 
 struct Numbers {
   int B, R, T, C, L, D, H, K, F, V;
   int distances, layers, activation;                     // 0: relu, 1: gelu, 2: silu; the latter two have a gate
-  int delay, sub_max, literal, bos;                      // of Algorithm 1
-  int ends[kEnds];                                       // the tokens that end a row; the first again in the place of none
-  int apart, limit;                                      // slots of each example apart; a step begins up to so many
-  int parts;                                             // of the search for a query's highest logit
-  int patience, absent, dawdle;  // milliseconds of a wait; tests: a block that never comes, microseconds of delays
+  int delay, sub_max, literal, bos;                      // settings of Algorithm 1
+  int ends[kEnds];                                       // the tokens that end a row; unused places repeat the first
+  int apart, limit;                                      // slots between examples; the most slots in use at which a step begins
+  int parts;                                             // parts of the search for a query's highest logit
+  int patience, absent, dawdle;  // milliseconds of a wait; for tests: a block that never arrives, microseconds of delays
 };
 
 struct Floats {
-  float epsilon, factor;  // of norms; of what the head reads
+  float epsilon, factor;  // the epsilon of norms; the factor of the input of the head
 };
 
-struct Control {  // begins as zeros but for `left`
+struct Control {  // zeros at the start, except `left`
   Word arrived, failed, goes_on;
-  int left;  // steps until it pauses
+  int left;  // steps until the launch pauses
 };
 
 struct Example {
@@ -41,7 +41,7 @@ struct Example {
 
 struct Row {
   int last, end, retired;
-  int live, fed, time;  // of the next query
+  int live, fed, time;  // fields of the next query
 };
 
 struct Asked {  // a live query
@@ -77,23 +77,23 @@ struct Given {
 template <typename T>
 struct Scratch {  // [N, ..] each
   T *x, *query, *found, *hidden;
-  float *squares, *logits;  // [N, D / 8]: of x, eight numbers each; [N, V]
+  float *squares, *logits;  // [N, D / 8]: squares of x, summed over eight numbers; [N, V]
   float* best;              // [N, parts]
   int* best_token;
   Asked* asked;
-  int *first, *reach;  // [B + 1] an example's first query; [B] its slots in use
+  int *first, *reach;  // [B + 1]: an example's first query; [B]: its slots in use
 };
 
-// Of a block: shared memory of a GPU.
+// The memory of a block: shared memory on a GPU.
 struct Room {
   const void* pointers[kPointers];
   Numbers numbers;
   int failed;
   int first[kQueries + 1];
   Asked asked[kQueries];
-  float inverse[kQueries];  // of a query's root mean square
+  float inverse[kQueries];  // the inverse root mean square of a query
   union {
-    float sums[2][kWarps][kTogether * 8];  // of a product, by warp; the second of a gate's value
+    float sums[2][kWarps][kTogether * 8];  // sums of a product by warp; the second array is for a gate's value
     struct {
       float query[kGroup][128], scores[kGroup][kSlots], found[kThreads * kGroup], top[kGroup], total[kGroup], kept[kGroup];
     } look;

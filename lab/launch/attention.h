@@ -1,4 +1,4 @@
-// Attention of a few queries of one example and head, one block's work: to the cache or to a source.
+// Attention of a few queries of one example and head, which is the work of one block, to the cache or to a source.
 #pragma once
 
 #include "arguments.h"
@@ -7,12 +7,12 @@ namespace launch {
 
 constexpr float kUnseen = -1e30f;
 
-// A group of queries of an example, and a head.
+// A unit of work: a group of queries of an example, and a head.
 struct Unit {
-  int example, query, count, head;  // the first query and how many
+  int example, query, count, head;  // the first query and the number of queries
 };
 
-// Queries of a group: as few as keep all blocks busy.
+// The number of queries in a group, so small that all blocks have work.
 DEVICE int GroupSize(const Numbers& n, int queries, int blocks) {
   return Most(1, Least(kGroup, queries * n.H / blocks));
 }
@@ -30,8 +30,9 @@ DEVICE Unit FindUnit(const Numbers& n, const Room& room, int number, int size) {
   return {b, query, Least(size, room.first[b + 1] - query), number % n.H};
 }
 
-// The values [K] that a unit's queries find in `keys` [K, stride] and `values` [slots, K] of its head; bias(query, slot) is
-// kUnseen where it sees nothing. What sees nothing at all finds zeros. Softmax block by block: Milakov and Gimelshein 2018.
+// Computes the outputs [K] of a unit's queries from `keys` [K, stride] and `values` [slots, K] of its head. bias(query, slot)
+// is kUnseen for slots that are not visible; without visible slots the output is zero. The softmax is computed block by
+// block (Milakov and Gimelshein 2018).
 template <typename T, typename Bias>
 CALLED void Attend(Room& room, const Numbers& n, const Unit& unit, const T* query, const T* keys, const T* values, int stride,
                    int slots, Bias bias, T* found) {

@@ -1,7 +1,7 @@
-// A decode from step to step, as `decoding.core.decode` with `inference.step_decoder` takes it, in one launch.
+// The steps of a decode in one launch, equal to `decoding.core.decode` with `inference.step_decoder`.
 //
-// Blocks go through the phases of a step together: eight a layer, and a barrier after each. A barrier has a watchdog: if a
-// block does not come in time, all end, and a word says so.
+// All blocks work on the same phase of a step: there are eight phases for a layer, with a barrier after each. A barrier has
+// a watchdog: if a block does not arrive in time, all blocks end, and a word of the results records it.
 #pragma once
 
 #include "attention.h"
@@ -10,7 +10,8 @@
 
 namespace launch {
 
-// Waits until `arrivals` are counted, and meanwhile asks for memory; false: a block did not come, or another one says so.
+// Waits until `arrivals` blocks have arrived, and prefetches memory meanwhile. Returns false if this block or another one
+// has waited too long.
 CALLED bool WaitForAll(Room& room, Control& control, int arrivals, const char* ahead, int bytes) {
   Dawdle(room.numbers.dawdle);
   Wait();
@@ -41,8 +42,8 @@ struct Decode {
   const float epsilon, factor;
   int barriers = 0, count = 0;
 
-  // All pointers are in the room: what is given, the layers, and past `results` the scratch. An eighth of a layer's pointers
-  // and more are results as well, in the same memory.
+  // All pointers are in the memory of the block: the members of Given, the layers, and after `results` the scratch. An
+  // eighth of a layer's pointers and some others are results as well, in the same memory.
   DEVICE Decode(Room& room, int block, int blocks, int results)
       : room(room), block(block), blocks(blocks), n(room.numbers), given(*reinterpret_cast<const Given<T>*>(room.pointers)),
         layers(reinterpret_cast<const Layer<T>*>(room.pointers + sizeof(Given<T>) / sizeof(void*))),
@@ -69,7 +70,7 @@ struct Decode {
     return WaitForAll(room, *given.control, ++barriers * blocks, static_cast<const char*>(nullptr), 0);
   }
 
-  // As `Meet`; meanwhile the rows that this block begins a product with are on their way.
+  // Like `Meet`, but prefetches the first rows of this block's next product meanwhile.
   DEVICE bool MeetBefore(const T* rows, int outputs, int inputs) {
     const Split split(outputs, blocks);
     const int output = 8 * block * split.together, own = Least(8 * split.together, outputs - output);
@@ -141,7 +142,7 @@ struct Decode {
     });
   }
 
-  // Eight numbers of a query's norm, times a factor.
+  // Eight numbers of a query after the norm, times a factor.
   struct NormedInput {
     const T* x;
     const float *inverse, *scale;
@@ -173,7 +174,7 @@ struct Decode {
     Product(room, block, blocks, count, rows, static_cast<const T*>(nullptr), outputs, inputs, input, take, squares);
   }
 
-  // The residual plus a matrix times columns [N, inputs].
+  // Adds the product of a matrix with columns [N, inputs] to the residual.
   DEVICE void Add(const T* rows, int inputs, const T* columns) {
     Of(rows, n.D, inputs, PlainInput{columns, inputs}, [&](int query, int output, float sum, float) {
       T& x = scratch.x[query * n.D + output];
@@ -181,7 +182,7 @@ struct Decode {
     }, scratch.squares);
   }
 
-  // A number of a query, or of its key or value, which go into the cache.
+  // Stores a number of a query, or of its key or value, which are written to the cache.
   DEVICE float Put(const Layer<T>& layer, int query, int output, T x) {
     const int part = output / inner, at = output % inner;
     if (part == 0) {
@@ -237,7 +238,7 @@ struct Decode {
     });
   }
 
-  // The highest logit of each part of the vocabulary, the lowest token of equals.
+  // Finds the highest logit of each part of the vocabulary; of equal logits, the lowest token counts.
   DEVICE void Search() {
     auto& search = room.search;
     const int part = Parts(n.V, n.parts);
@@ -259,15 +260,15 @@ struct Decode {
     if (other > best || (other == best && other_token < token)) best = other, token = other_token;
   }
 
-  // --- the strategy, by the first block ---
+  // --- the strategy, computed by the first block ---
 
-  // The list of the first queries.
+  // Lists the first queries.
   DEVICE void Open() {
     Each(n.B * n.R, [&](int i) { room.state.rows[i] = given.rows[i]; });
     List();
   }
 
-  // Takes the tokens, and lists the next queries.
+  // Appends the tokens to rows, and lists the next queries.
   DEVICE void GoOn() {
     Each(n.B * n.R, [&](int i) { room.state.rows[i] = given.rows[i]; });
     Each(count, [&](int i) {

@@ -1,12 +1,12 @@
-// The parts of a block of threads: on a GPU as they are, on a CPU one after the other, a thread of the system a block.
+// The threads of a block: parallel on a GPU; on a CPU one thread of the system computes them one after the other.
 //
-// All else is written in terms of these: parallel loops that end with a wait for the whole block, so that no code between
-// two of them depends on how threads run, and lanes of a warp whose registers are arrays.
+// All other code uses these primitives: parallel loops that end with a barrier of the block, so that code between two loops
+// does not depend on the order of threads, and lanes of a warp, whose registers are arrays.
 #pragma once
 
 #ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__
-#define CALLED __device__ __noinline__  // compiled once, not at each call
+#define CALLED __device__ __noinline__  // compiled once, and not inlined in each call
 #define LANES(lane, at) for (int lane = threadIdx.x & 31, at = 0; at < 1; ++at)
 #define STRING(x) #x
 #define UNROLL(n) _Pragma(STRING(unroll n))
@@ -29,7 +29,7 @@ namespace launch {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 #ifdef __CUDACC__
-constexpr int kHeld = 1;  // lanes whose registers a thread holds
+constexpr int kHeld = 1;  // the number of lanes whose registers one thread holds
 #else
 constexpr int kHeld = 32;
 #endif
@@ -44,7 +44,7 @@ struct Bfloat16 {
   Bfloat16() = default;
   DEVICE explicit Bfloat16(float x) {
     union { float x; unsigned bits; } wide{x};
-    bits = (wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16;  // to the nearest, to even of two
+    bits = (wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16;  // rounded to nearest, ties to even
   }
   DEVICE explicit operator float() const {
     union { unsigned bits; float x; } wide{unsigned(bits) << 16};
@@ -52,7 +52,7 @@ struct Bfloat16 {
   }
 };
 
-// As many numbers as a lane loads at once.
+// The numbers that a lane loads at once.
 template <typename T>
 struct alignas(8 * sizeof(T)) Eight {
   T x[8];
@@ -60,20 +60,20 @@ struct alignas(8 * sizeof(T)) Eight {
 
 #ifdef __CUDACC__
 
-struct Word {  // that blocks tell each other
+struct Word {  // a word for the communication of blocks
   int value;
 };
 
 DEVICE void Wait() { __syncthreads(); }
 
 template <typename Task>
-DEVICE void Each(int count, Task task) {  // task(i) of a thread each
+DEVICE void Each(int count, Task task) {  // each thread runs task(i) for its values of i
   for (int i = threadIdx.x; i < count; i += kThreads) task(i);
   __syncthreads();
 }
 
 template <typename Task>
-DEVICE void EachWarp(int count, Task task) {  // task(i) of a warp each
+DEVICE void EachWarp(int count, Task task) {  // each warp runs task(i) for its values of i
   for (int i = threadIdx.x / 32; i < count; i += kWarps) task(i);
   __syncthreads();
 }
@@ -140,13 +140,13 @@ struct Watch {
 DEVICE void Dawdle(int) {}
 DEVICE void Rest() {}
 
-// Asks for memory that is to be read soon: `bytes` from 128 on to 128.
+// Prefetches `bytes` bytes of memory that will be read soon, in lines of 128 bytes.
 DEVICE void Fetch(const void* from, int bytes) {
   for (int i = 128 * threadIdx.x; i < bytes; i += 128 * kThreads)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + i));
 }
 
-// Adds A [16, 16] times B [16, 8], half `half` of what lanes hold of 32 inputs.
+// Adds the product of A [16, 16] and B [16, 8], for the half `half` of the 32 inputs that lanes hold.
 DEVICE void MultiplyAdd(float (&sums)[1][4], const Eight<Bfloat16>* low, const Eight<Bfloat16>* high,
                         const Eight<Bfloat16>* rows, int half) {
   const unsigned* a = reinterpret_cast<const unsigned*>(low) + 2 * half;
@@ -211,7 +211,7 @@ struct Watch {
   bool Over(int milliseconds) const { return std::chrono::steady_clock::now() - since > std::chrono::milliseconds(milliseconds); }
 };
 
-// Keeps a block for a random time, so that blocks come in any order.
+// Delays a block by a random time, so that blocks arrive in any order.
 inline void Dawdle(int most_microseconds) {
   thread_local std::minstd_rand random(std::hash<std::thread::id>()(std::this_thread::get_id()));
   if (most_microseconds && random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % most_microseconds));
@@ -220,7 +220,8 @@ inline void Dawdle(int most_microseconds) {
 inline void Rest() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 inline void Fetch(const void*, int) {}
 
-// As the GPU's m16n8k16: lane 4 g + j holds of A rows g and g + 8, of B column g, of each numbers 2 j, 2 j + 1 and 8 more.
+// Like the GPU's m16n8k16: lane 4 g + j holds rows g and g + 8 of A and column g of B, in each the numbers 2 j and 2 j + 1
+// and the same plus 8.
 template <typename T>
 void MultiplyAdd(float (&sums)[32][4], const Eight<T>* low, const Eight<T>* high, const Eight<T>* rows, int half) {
   for (int m = 0; m < 16; ++m)

@@ -1,4 +1,4 @@
-// A launch on a CPU, a thread of the system a block: for tests.
+// A launch on a CPU for tests, with a thread of the system for each block.
 #include <memory>
 #include <vector>
 

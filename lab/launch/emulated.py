@@ -1,4 +1,4 @@
-"""A launch on a CPU: its source compiled once, a thread of the system for each block."""
+"""Launches the kernel on a CPU, with a thread of the system for each block; the source is compiled once."""
 
 import ctypes
 import functools
@@ -19,7 +19,7 @@ NAMES = "float32", "bfloat16"
 
 @functools.cache
 def register(directory: Path) -> None:
-    """Compiles it, unless it is in that cache, and tells XLA."""
+    """Compiles the kernel unless it is in the cache `directory`, and registers it with XLA."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "clang++"
     options = ["-O2", "-ffp-contract=off", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread"]
     own = Path(__file__).with_suffix(".cc")
@@ -37,5 +37,5 @@ def register(directory: Path) -> None:
 
 
 def blocks(count: int = 3, **changes: Any) -> launch.LaunchBlocks:
-    """Those of a CPU, once it is registered."""
+    """The blocks of a launch on a CPU, after `register`."""
     return launch.LaunchBlocks(count, "", patience=30_000)._replace(**changes)

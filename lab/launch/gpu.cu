@@ -1,4 +1,4 @@
-// A launch on a GPU. Its parameters are pointers alone, since XLA gives no others; the compiler is told how many.
+// A launch on a GPU. All parameters are pointers, since XLA passes no others; their number is a macro of the compiler.
 #include "decode.h"
 
 extern "C" __global__ void __launch_bounds__(launch::kThreads, 1) pipejax_launch(PARAMETERS) {

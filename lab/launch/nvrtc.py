@@ -1,4 +1,4 @@
-"""The compilation of a launch's kernel by NVRTC, which JAX's wheels for CUDA bring: it needs no other compiler."""
+"""Compiles the kernel by NVRTC, which JAX's wheels for CUDA include: no other compiler is needed."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ SOURCES = {x.name: x.read_text(encoding="utf-8") for x in sorted(Path(__file__).
 
 @functools.cache
 def ptx(pointers: int, scratch: int, architecture: str) -> str:
-    """The kernel's PTX for so many arguments, the last of which are scratch; raises OSError."""
+    """Returns the kernel's PTX for `pointers` arguments, of which the last `scratch` are scratch; raises OSError."""
     names = [f"p{i}" for i in range(pointers)]
     options = [f"--gpu-architecture=compute_{architecture}", "--std=c++17", f"-DSCRATCH={pointers - scratch}"]
     options += [f"-DPARAMETERS={', '.join(f'void* {x}' for x in names)}", f"-DPOINTERS={', '.join(names)}"]
@@ -36,14 +36,14 @@ def ptx(pointers: int, scratch: int, architecture: str) -> str:
 
 
 def _find() -> Path:
-    """NVRTC's library in the packages of NVIDIA; loads the part that it opens by name."""
+    """Returns the path of NVRTC's library in NVIDIA's packages, after it has loaded the library's builtins."""
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or [] if spec else []:
         for library in sorted(Path(root).glob("*/lib/libnvrtc.so.*")):
             for part in library.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(part))
             return library
-    raise OSError("found no NVRTC; expected the package nvidia-cuda-nvrtc, which jax[cuda] brings")
+    raise OSError("found no NVRTC; expected the package nvidia-cuda-nvrtc, which jax[cuda] installs")
 
 
 def _compile(nvrtc: ctypes.CDLL, options: list[str]) -> str:

@@ -1,11 +1,11 @@
-// Products of a matrix [O, I] with the queries of a step: a unit of eight outputs is one or more warps' work.
+// Products of a matrix [O, I] with the queries of a step: one or more warps compute a unit of eight outputs.
 #pragma once
 
 #include "arguments.h"
 
 namespace launch {
 
-// The split of a product among blocks: each has `together` units at once, of `ways` warps that share the inputs.
+// The split of a product among blocks: a block computes `together` units at once, each by `ways` warps that split the inputs.
 struct Split {
   int units, together, ways;
   DEVICE Split(int outputs, int blocks) : units(Parts(outputs, 8)) {
@@ -15,7 +15,7 @@ struct Split {
   }
 };
 
-// The sums [kTogether, 8] of up to eight rows with queries `begin` to `end`, over the inputs that are this way's.
+// Computes the sums [kTogether, 8] of up to eight rows with queries `begin` to `end`, over the inputs of this warp.
 template <typename T, typename Input>
 CALLED void Multiply(const T* rows, int outputs, int inputs, int way, int ways, int begin, int end, Input input, float* sums) {
   constexpr int kTiles = kTogether / 16;
@@ -48,8 +48,8 @@ CALLED void Multiply(const T* rows, int outputs, int inputs, int way, int ways, 
     }
 }
 
-// take(query, output, sum, sum of the matrix `second`, if there is one) for all outputs of the first `count` queries. What
-// it returns is squared and added up by eights, if `squares` [N, O / 8] are wanted.
+// Calls take(query, output, sum, sum of the matrix `second`, if any) for all outputs of the first `count` queries. If
+// `squares` [N, O / 8] is given, the squares of the returned numbers are summed over groups of eight.
 template <typename T, typename Input, typename Take>
 DEVICE void Product(Room& room, int block, int blocks, int count, const T* rows, const T* second, int outputs, int inputs,
                     Input input, Take take, float* squares = nullptr) {

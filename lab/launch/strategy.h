@@ -1,4 +1,4 @@
-// Algorithm 1 of the paper from step to step, as `decoding.pipelined.Pipelined` has it: the work of one thread an example.
+// A step of Algorithm 1 of the paper, equal to `decoding.pipelined.Pipelined`; one thread computes an example.
 #pragma once
 
 #include "arguments.h"
@@ -13,7 +13,7 @@ DEVICE bool IsEnd(const Numbers& n, int token) {
   return found;
 }
 
-// Takes the tokens `answer` [R] to a step's queries; `tokens` [R, T + 1]. See `Pipelined.advance`.
+// Appends the tokens `answer` [R] of a step's queries to `tokens` [R, T + 1]. See `Pipelined.advance`.
 DEVICE void Advance(const Numbers& n, Example& e, Row* rows, const int* answer, int* tokens) {
   if (e.done) return;
   const int time = e.time + 1;

@@ -1,4 +1,4 @@
-"""The launch beside XLA's step, on the device that is to run it: nothing is trusted unseen."""
+"""Compares the launch with XLA's step on the device that will run it, before it is used."""
 
 import dataclasses
 import logging
@@ -21,25 +21,25 @@ from pipejax.system.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = 0.02  # of `compare`; both round to bfloat16, which is apart by 0.002 to 0.01
+TOLERANCE = 0.02  # for `compare`; both round to bfloat16, which causes distances of 0.002 to 0.01
 
 
 def agrees(blocks: LaunchBlocks) -> bool:
-    """Whether a launch of a small random model finds what XLA finds; a line says why not."""
+    """Whether a launch and XLA agree for a small random model; otherwise a warning has the reason."""
     try:
         failed, apart = jax.device_get(jax.jit(partial(compare, _decoder(), Pipelined(1, 12, 5), blocks, steps=7))())
         if not failed and apart < TOLERANCE:
             return True
-        found = "its blocks wait in vain" if failed else f"its logits are off by {apart:.2g}"
+        found = "its blocks wait too long" if failed else f"its logits are off by {apart:.2g}"
         why = f"on this device {found}"
-    except Exception as error:  # compilers' errors are of many kinds, and none of them may keep anyone from decoding
+    except Exception as error:  # compilers raise errors of many types, and none may prevent decoding
         why = first_line(error)[:200]
-    logger.warning(f"decoding goes without its one launch: {why}")
+    logger.warning(f"decoding does not use one launch: {why}")
     return False
 
 
 def compare(decoder: Any, strategy: Any, blocks: LaunchBlocks, *, steps: int) -> tuple[Any, jax.Array]:
-    """Whether the launch of a step after so many fails, and its logits' mean distance from XLA's, relative; traced."""
+    """Whether a launch of a step after `steps` steps fails, and the relative distance of its logits from XLA's."""
     batch, rows = len(decoder.memory.mask), strategy.most_queries
     static: Any = {"sizes": (sizes := Sizes.fit(strategy, batch)), "slots": sizes.slots[-1]}
     carry = decoding.begin(strategy, decoder, strategy.init(batch), sizes)
@@ -53,7 +53,7 @@ def compare(decoder: Any, strategy: Any, blocks: LaunchBlocks, *, steps: int) ->
 
 
 def _decoder() -> StepDecoder:
-    """Of random numbers, for two sources."""
+    """A decoder with random weights and two random sources."""
     config, length = T5Config(1000, 256, 64, 512, 2, 1, 2, feed_forward="gated-gelu"), 600
     params, draw = config.init_params(jax.random.key(0)), partial(jax.random.normal, dtype=jnp.bfloat16)
     matrix = partial(as_matrix, weights="auto", dtype=jnp.bfloat16)
