@@ -136,6 +136,7 @@ def wrong(change: Any) -> type[Rule]:
         (lambda x, q: x + np.random.default_rng().random(), "Broken.apply: found other logits in a second call"),
         (lambda x, q: x + q.prefix.sum(axis=1), "Broken.apply: found other logits with tokens that no query sees"),
         (lambda x, q: x + q.above.sum(axis=(1, 2)), "Broken.apply: found other logits with tokens that no query sees"),
+        (lambda x, q: x + q.example, "Broken.apply: found other logits for other numbers of the examples"),
         (lambda x, q: x + q.prefix[0, 0], "Broken.apply: found other logits in another order of the queries"),
         (lambda x, q: x - x.max(), "Broken.apply: found other logits beside other queries; expected the same logits"),
         (lambda x, q: jnp.asarray(np.asarray(x)), "Broken.apply: found TracerArrayConversionError under jax.jit: "),

@@ -85,8 +85,11 @@ def _check_apply(rule: Rule, rng: np.random.Generator) -> None:
     logits = (3 * rng.standard_normal((TOY.vocab_size, QUERIES))).astype(np.float32)
     state, places = rule.init(EXAMPLES, ROWS), np.arange(WIDTH)
 
-    def queries(order: np.ndarray, rest: int = 0) -> GivenQueries:
-        """The queries in an order, with the token `rest` at places that they do not see."""
+    def queries(order: np.ndarray, rest: int = 0, example: np.ndarray = example) -> GivenQueries:
+        """The queries in an order, with the token `rest` at places that they do not see.
+
+        `example`: the number of each query's example.
+        """
         known = (
             *(np.where(places < length[:, None], prefix, rest), length),
             *(np.where(places < above_length[:, :, None], above, rest), above_length),
@@ -112,6 +115,7 @@ def _check_apply(rule: Rule, rng: np.random.Generator) -> None:
         ("in a second call", queries(whole), whole),
         ("with tokens that no query sees", queries(whole, rest=7), whole),
         ("with tokens that no query sees", queries(whole, rest=TOY.vocab_size - 1), whole),
+        ("for other numbers of the examples", queries(whole, example=EXAMPLES - 1 - example), whole),
         ("in another order of the queries", queries(order), order),
         ("beside other queries", queries(order[:5]), order[:5]),
         ("beside other queries", queries(order[5:]), order[5:]),
