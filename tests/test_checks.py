@@ -90,6 +90,15 @@ def without_last_end(flat: grid.Flat) -> grid.Flat:
     return flat._replace(weights=np.where(is_end, np.float32(0), flat.weights))
 
 
+def with_last_slot(flat: grid.Flat) -> grid.Flat:
+    """The last slot is learned, also where a row was cut."""
+    return flat._replace(weights=np.append(flat.weights[:-1], np.float32(1)))
+
+
+def without_ids(self: Any, ids: Any) -> Any:
+    return Pipelined(delay=self.grid.delay, time_max=self.grid.time_max, sub_max=self.grid.sub_max)
+
+
 def changing() -> Any:
     """`target` with a weight that changes from call to call."""
     count = itertools.count()
@@ -236,6 +245,7 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
         "learned settings",
     ),
     "cuts that are not reported": (ours(target=never_cut), "cuts are reported"),
+    "a cut that is learned as an end": (ours(target=with_flat(with_last_slot)), "cuts are not ends"),
     "times that are decoded otherwise": (
         ours(target=with_flat(lambda flat: flat._replace(time=flat.time + flat.row))),
         "same visible tokens",
@@ -262,6 +272,7 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
         sequential(target=with_flat(without_ends, SequentialMethod)),
         "answers are learned",
     ),
+    "special ids of another model": (ours(strategy=without_ids), "special ids"),
     "given prefixes ignored": (ours(add_prefixes=lambda self, given: RowPrefixes()), "prefixes are kept"),
     "`max_rows` ignored": (ours(add_prefixes=lambda self, given: given._replace(most=None)), "prefixes are kept"),
     "prefixes of other rows": (
@@ -277,6 +288,7 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
         sequential(rows_of=lambda self, flat, *given: np.zeros(len(flat.row), np.int32)),
         "row of each slot",
     ),
+    "scores of the first row alone": (ours(count_rows=lambda self, rows, most: 1), "answers"),
 }
 
 

@@ -91,7 +91,11 @@ def expected_record(
     if log_probs:
         starts = [int(strategy.start(k)) for k in range(len(tokens))]
         scores = [[log_probs.get((k, starts[k] + j), 0.0) for j in range(n + 1)] for k, n in enumerate(lengths)]
-        whole = sum(map(sum, scores[: method.count_rows(len(tokens), known.most)]))
+        count, least = method.count_rows(len(tokens), known.most), 1 + max(order, default=-1)
+        if not least <= count <= len(tokens):
+            expected_count = f"{least}, up to the last row with tokens, to {len(tokens)}, the rows of the grid"
+            strategy_checks.refuse(method, "count_rows", count, expected_count)
+        whole = sum(map(sum, scores[:count]))
         expected |= {"log_probs": [scores[k][:-1] for k in order], "log_prob": whole}
     return expected, margin >= NEAR
 

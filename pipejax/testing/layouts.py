@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from pipejax import methods
-from pipejax.decoding import TRUNCATIONS, Decoded, Strategy, strategy_checks
+from pipejax.decoding import TRUNCATIONS, Decoded, Strategy, ends_of, strategy_checks
 from pipejax.inference import decoding_options
 from pipejax.inference.sources import Source
 from pipejax.methods import Ids, Method, Target
@@ -169,6 +169,26 @@ def check_places(layout: Layout) -> None:
     cells = layout.learned.cells
     if len({cell[:2] for cell in cells}) < len(cells):
         strategy_checks.refuse(layout.method, f"target: {layout.where}", "two slots at the same row and time", "one")
+
+
+def check_cut_ends(cut: Layout, whole: Layout) -> None:
+    """Raises a UserError if a cut layout teaches an end where the target goes on.
+
+    Slots of the two layouts correspond if they see the same tokens at the same distances.
+
+    Args:
+      cut: the layout of a target with fewer tokens.
+      whole: the layout of the same target without a cut.
+    """
+    ends, after = {*ends_of(cut.strategy)}, dict[Key, set[int]]()
+    for slot, right in enumerate(whole.rights):
+        after.setdefault(whole.learned.context(slot), set()).update(right)
+    for slot, cell in enumerate(cut.learned.cells):
+        there = after.get(cut.learned.context(slot), ends)
+        if cut.has_weight[slot] and not ends.isdisjoint(cut.rights[slot]) and ends.isdisjoint(there):
+            place = f"target: {cut.where}: row {cell[0]}, time {cell[1]}, with at most {cut.most} tokens"
+            expected = f"weight 0, or {sorted(there)} as in the whole target"
+            strategy_checks.refuse(cut.method, place, "an end token with a weight", expected)
 
 
 def check_truncated(layout: Layout) -> None:

@@ -210,6 +210,14 @@ def _check_cuts(case: MethodCase) -> None:
             )
 
 
+def _check_cut_ends(case: MethodCase) -> None:
+    """See `layouts.check_cut_ends`. The default targets and one with a row of more than `FEW` tokens are cut."""
+    long = case.words.decode(draw_ids(np.random.default_rng(2), case.model, FEW + 2, FEW + 2))
+    for layout in [*case.layouts, *([] if case.targets else [case.layout([long], "a target with a long row")])]:
+        if not layout.target.was_cut:
+            layouts.check_cut_ends(case.layout(layout.rows, layout.where, FEW), layout)
+
+
 def _check_truncated(case: MethodCase) -> None:
     """See `layouts.check_truncated`."""
     for layout in case.layouts:
@@ -223,6 +231,24 @@ def _check_layouts(case: MethodCase) -> None:
         layouts.check_seen(layout)
     if not any(layout.is_whole for layout in case.layouts):
         refuse(case.method, "target", f"only cut targets ({len(case.layouts)})", "a target that is not cut")
+
+
+def _check_other_ids(case: MethodCase) -> None:
+    """Repeats `layouts.check_seen` and `layouts.check_rows` with other ids of bos and of the end tokens."""
+    whole = [layout for layout in case.layouts if layout.is_whole]
+    used = {token for layout in whole for token in layout.target.flat.inputs.tolist()}
+    used |= {case.ids.bos, *case.ids.ends, case.strategy.eos}
+    free = [token for token in range(layouts.FIRST_WORD, case.model.vocab_size) if token not in used][::-1]
+    if len(free) < 2:
+        return
+    ids = Ids(*free[:2])
+    strategy = methods.strategy_of(case.method, ids)
+    for layout in whole:
+        other = dataclasses.replace(layout, ids=ids, strategy=strategy, where=f"{layout.where}, with {ids}")
+        if not other.is_whole:
+            refuse(strategy, f"result: truncated: {other.where}", other.truncated, f"None, as with {case.ids}")
+        layouts.check_seen(other)
+        layouts.check_rows(other)
 
 
 def _check_read(case: MethodCase) -> None:
@@ -334,6 +360,11 @@ METHOD_REQUIREMENTS: tuple[Requirement[MethodCase], ...] = (
     ),
     Requirement("cuts are reported", "`was_cut` is True if fewer tokens change the layout.", _check_cuts),
     Requirement(
+        "cuts are not ends",
+        "In a target that is cut, a slot with a weight has an end token only if it has one in the whole target, too.",
+        _check_cut_ends,
+    ),
+    Requirement(
         "whole answers",
         "`truncated` is None if decoding gives all tokens of a target that has fewer rows than the grid.",
         _check_truncated,
@@ -354,6 +385,11 @@ METHOD_REQUIREMENTS: tuple[Requirement[MethodCase], ...] = (
         "Each token that determines the answer, the ends of rows included, has a slot with a weight, unless decoding "
         "forces it.",
         _check_learned,
+    ),
+    Requirement(
+        "special ids",
+        "Training and decoding also agree if the model has other ids of bos and of the end token.",
+        _check_other_ids,
     ),
     Requirement(
         "prefixes are kept", "`add_prefixes` keeps the prefixes and the number of rows of a source.", _check_prefixes
