@@ -19,7 +19,7 @@ from pipejax.config import DataConfig
 from pipejax.config.row_names import field_of, names_of, quoted
 from pipejax.data.examples import Example, Stream, Task
 from pipejax.data.formats import read_records
-from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
+from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, kind, text_of, texts_of, value_of
 from pipejax.data.storage import files_of
 from pipejax.data.tables import Dialect
 from pipejax.data.text import Template, normalized, sentences, split_rows
@@ -275,7 +275,7 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
             raise UserError(
                 "data.rows", found="'list'", expected="delimiter or sentences, because a CSV column contains text"
             )
-        return lambda value, place: texts_of(value, key, place, hint=_other_key(key, map(str, value)))
+        return functools.partial(_listed_rows, key)
     part = sentences if config.rows == "sentences" else lambda text: split_rows(text, config.delimiter)
 
     def rows(value: Object, place: str) -> list[str]:
@@ -283,6 +283,18 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
         return [] if text is None else part(check_text(text, key, place))
 
     return rows
+
+
+def _listed_rows(key: str, value: Object, place: str) -> list[str]:
+    """Returns the rows of a field that is a list of texts; the message for one text names the setting that splits it."""
+    if isinstance(text := value.get(key), str):
+        raise UserError(
+            f'{place}: "{key}"',
+            found=kind(text),
+            expected="a list of texts",
+            hint="data.rows=delimiter splits a text into rows at data.delimiter",
+        )
+    return texts_of(value, key, place, hint=_other_key(key, map(str, value)))
 
 
 def _named_rows(names: Mapping[str, str], value: Object, place: str) -> list[str]:
