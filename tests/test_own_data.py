@@ -74,7 +74,7 @@ def test_read(content, name, settings, expected, tmp_path):
     [
         (LINE, "a.jsonl", {"source_template": "{titel}"}, ['a.jsonl:1: found no "titel"', "title, text, answer"]),
         ("source,targets\na,b\n", "a.csv", PARTED | {"targets": "rows"}, ['a.csv: found no "rows"', "source, targets"]),
-        (LINE, "a.jsonl", FILLED | {"rows": "list"}, ['"answer": found text', "list of texts (data.rows=delimiter splits"]),
+        (LINE, "a.jsonl", FILLED | {"rows": "list"}, ['"answer": found text', "texts (data.rows=delimiter splits"]),
         ('{"source": "x", "targets": ["a"]}', "a.jsonl", {"rows": "sentences"}, ['"targets": found a list']),
         ("source,targets\na,b\n", "a.csv", {}, ["data.rows: found 'list'"]),
         ("source,targets\na\n", "a.csv", {"rows": "delimiter"}, ["a.csv:2: found 1 columns; expected 2"]),

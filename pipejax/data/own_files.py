@@ -286,7 +286,7 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
 
 
 def _listed_rows(key: str, value: Object, place: str) -> list[str]:
-    """Returns the rows of a field that is a list of texts; the message for one text names the setting that splits it."""
+    """Returns the rows of a field that is a list of texts. The error for a text names the setting that splits it."""
     if isinstance(text := value.get(key), str):
         raise UserError(
             f'{place}: "{key}"',
