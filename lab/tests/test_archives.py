@@ -1,4 +1,4 @@
-"""A publisher's zip that is damaged, encrypted or overfull: one line that names it and its member."""
+"""Zips of publishers that are damaged, encrypted or too large are refused in one line with their name and member."""
 
 import zipfile
 
@@ -28,7 +28,7 @@ def test_complete_archive_is_read(tmp_path):
 
 @pytest.mark.parametrize("name, lead", [("train.jsonl", b""), ("train.json", b"["), ("train.csv", b"")])
 def test_archive_that_expands_too_much_is_refused(name, lead, tmp_path, monkeypatch):
-    """No more is read than a record may have: the rest of the member is damaged, and nobody notices."""
+    """Reading stops at the limit of a record: the rest of the member is damaged, and causes no other error."""
     monkeypatch.setattr(lines, "LONGEST", 1000)
     monkeypatch.setattr(manual, "WHOLE", 2**20)
     path = tmp_path / "files.zip"

@@ -20,7 +20,7 @@ from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs as inference_programs
 from pipejax.training.memory import longest_batch
 
-# A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.
+# A loop in a loop, then a loop in a branch: two steps, the second with a sort and a transfer to the host.
 BY_HAND = """\
 HloModule by_hand
 
@@ -91,7 +91,7 @@ ENTRY %main (a: f32[8,4], n: s32[]) -> (f32[8,4], s32[]) {
 """
 
 
-# A step of a TPU: weights come onto the chip, whole and by a slice, before they are used; a cache lies there, too.
+# A step of a TPU: weights are copied to memory on the chip, whole and by a slice, before use; a cache is there, too.
 ON_CHIP = """\
 HloModule on_chip
 
@@ -126,15 +126,15 @@ ENTRY %main (a: f32[8,4], w: f32[4,4], c: f32[8,4]) -> (f32[8,4], f32[4,4], f32[
 """
 
 
-def test_memory_on_the_chip_costs_nothing() -> None:
+def test_bytes_on_the_chip_do_not_count() -> None:
     program = Program(ON_CHIP)
     # The weights are read once (64), so are two rows of x (32); the cache is written back and read (128 each).
     assert program.bytes("step") == 64 + 32 + 128 + 128
     assert program.kernels("step") == {"prefetch": 3, "product": 1}
-    assert program.largest_copy("step") == 32  # elements: what comes onto the chip is no copy of a cache
+    assert program.largest_copy("step") == 32  # elements: a copy to the chip is no copy of a cache
 
 
-def test_loops_come_in_the_order_in_which_they_run() -> None:
+def test_loops_are_in_the_order_of_execution() -> None:
     program = Program(BY_HAND)
     assert program.loops(least=1) == ["first_step", "second_step"]
     assert program.loops(least=3) == ["first_step"]
@@ -156,7 +156,7 @@ NOTHING = SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in ("argument",
 
 
 def test_starts_of_a_whole_run() -> None:
-    """A loop runs as often as the compiler knows, or once; of a branch, the side that moves more runs."""
+    """A loop runs as often as the compiler knows, or once; of a conditional, the branch that moves more bytes runs."""
     known = BY_HAND.replace("body=%outer", 'body=%outer, backend_config={"known_trip_count":{"n":"3"}}')
     starts = [(start.kernel.name, start.times) for start in Program(known).starts()]
     assert starts == [*((name, 3) for name in ("row", "wide", "new", "y", "moved")), ("sorted", 1), ("told", 1)]
@@ -196,7 +196,7 @@ SASS = """\
 
 
 def test_attention_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is found by its name and its number of arguments and results; loops without a product do not count."""
+    """Kernels are found by name and number of arguments and results; loops without a product do not count."""
     assert instructions.loops(SASS) == [3]
     counted = {
         "first": [instructions.Count("_attend", 4, 100, 0, [64, 96])],
@@ -211,7 +211,7 @@ def test_attention_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_trouble_is_found() -> None:
+def test_troubles_are_found() -> None:
     program = Program(BY_HAND)
     assert (program.largest("sort"), program.largest("scatter"), program.host_transfers()) == (32, 0, 1)
 
@@ -219,7 +219,7 @@ def test_trouble_is_found() -> None:
 def test_moved_bytes_count_loop_trips_and_fusion_results_are_no_buffers() -> None:
     step = Program(BY_HAND).bytes("first_step")
     second = Program(BY_HAND).bytes("second_step")
-    assert Program(BY_HAND).moved() == step + second  # as if each loop made a turn
+    assert Program(BY_HAND).moved() == step + second  # each loop counts one iteration
     often = BY_HAND.replace("body=%outer", 'body=%outer, backend_config={"known_trip_count":{"n":"12"}}')
     assert Program(often).moved() == 12 * step + second
     shapes = set(Program(BY_HAND).buffers())
@@ -237,7 +237,7 @@ ENTRY %main (a: f32[8,4], b: f32[2]) -> (f32[2], f32[8,4]) {
 
 
 def test_an_array_that_a_kernel_completes_counts_once() -> None:
-    """The custom call of a product with a summand reads and writes all of such an array."""
+    """The custom call of a product with a summand reads and writes the whole array."""
     for target, alias, size_in_bytes in (
         ("__gpu$xla.gpu.triton", "{{1}: (0, {})}", 128 + 8 + 8),
         ("__gpu$xla.gpu.triton", "{{0}: (1, {})}", 128 + 8 + 128),
@@ -257,7 +257,7 @@ def test_an_array_of_queries_by_keys_is_trouble() -> None:
     assert programs.squares(BY_HAND.replace("f32[8,4]", f"bf16[2,12,{length},{length}]"), whole)
 
 
-def test_a_step_that_takes_more_than_it_may_is_trouble() -> None:
+def test_step_above_its_memory_limit_is_trouble() -> None:
     sizes = {"argument": 5, "output": 5, "temp": 4, "alias": 5}
     memory = SimpleNamespace(**{f"{kind}_size_in_bytes": int(x * 1e9) for kind, x in sizes.items()})
     result = {"program": "train, paper"} | report(ON_CHIP, memory)
@@ -272,7 +272,7 @@ def test_a_step_that_takes_more_than_it_may_is_trouble() -> None:
 def test_troubles_are_listed_and_copies_count_for_caches_only(
     name: str, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy is trouble where it is that of a cache; small ones and small sorts are not."""
+    """Only copies of a cache are trouble; small copies and small sorts are none."""
     memory = SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in ("argument", "output", "temp", "alias")})
     monkeypatch.setattr(Program, "loops", lambda self: ["first_step", "second_step"])
     result = {"program": name} | report(BY_HAND, memory)
@@ -318,8 +318,8 @@ condition:
 """
 
 
-def test_what_the_host_starts_is_counted() -> None:
-    """A loop in a CUDA graph, and what is in it, is started with the graph."""
+def test_starts_by_the_host_are_counted() -> None:
+    """A loop in a CUDA graph, and the kernels in this loop, are started with the graph."""
     assert count_thunks(THUNKS) == Buffers(graphs=2, loops=2, others=3)
     assert count_thunks("000: kCommandBuffer [source | sink]\n    001: kWhile\ncondition:\n        002: kCopy\n") == (
         1,
@@ -329,12 +329,12 @@ def test_what_the_host_starts_is_counted() -> None:
 
 
 @pytest.mark.slow
-def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_programs_neither_sort_nor_call_the_host_nor_copy_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     config, both = SIZES["tiny"], (Sequential(512), Pipelined(1, 64, 20))
     monkeypatch.setattr(inference_programs, "SLOTS", (448,))
     monkeypatch.setattr(inference_programs, "QUERY_COUNTS", ())
     made = absent(config, jnp.dtype("float32"), jax.devices()[0])
-    cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `step_decoder.Cache` holds them
+    cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # the shape of keys in `step_decoder.Cache`
     seen = []
     for case in cases(made, both, 2, 64):
         compiled = case.compile()
@@ -356,11 +356,11 @@ def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache(monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.skipif(
     "PIPEJAX_TEST_NEWEST" not in os.environ and not (Path(sys.prefix) / "programs").is_dir(),
-    reason="no compilers for GPUs here: make venv-programs",
+    reason="compilers for GPUs are not installed: make venv-programs",
 )
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_training_step_is_counted(tmp_path: Path) -> None:
-    """The step of a small T5 for an H100: each kernel of attention is found, with its loops and without spills."""
+    """In the step of a small T5 for an H100, each attention kernel is found, with its loops and without spills."""
     out = tmp_path / "found.json"
     assert programs.main(["--model", "tiny", "--batches", "0", "--train", "--json", str(out)]) == 0
     (result,) = json.loads(out.read_text())["results"]
@@ -377,7 +377,7 @@ def test_a_training_step_is_counted(tmp_path: Path) -> None:
 def test_random_programs_of_an_earlier_command_are_not_compiled_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line that was not written to its end does not count."""
+    """An incomplete last line does not count."""
     output = tmp_path / "found.jsonl"
     tasks = [random_programs.Task("decode", n, target, 3) for n, target in enumerate(("h100", "rtx4090"))]
     times = {"seconds": 1.5, "processor_seconds": 2.0}

@@ -1,4 +1,4 @@
-"""Benchmarks: every system does the work that was asked for, and the results are written as promised."""
+"""Benchmarks: every system does the requested work, and the results are written as documented."""
 
 import json
 
@@ -29,7 +29,7 @@ def params():
 
 @pytest.fixture(autouse=True)
 def all_processors(monkeypatch):
-    """The suite keeps its threads."""
+    """Prevents benchmarks from changing the threads of the test process."""
     for command in (decode, documents, drafts, serve, streams):
         monkeypatch.setattr(command, "use_threads", lambda count: None)
 
@@ -44,7 +44,7 @@ def test_patterns(text, rows):
 
 
 @pytest.mark.parametrize("text", ["", "8", "0x3", "3x0", "8x14v", "-1x2", "8 x 14"])
-def test_no_patterns(text):
+def test_invalid_patterns_are_refused(text):
     with pytest.raises(UserError, match="expected such as 8x14"):
         decode.rows_of(text)
 
@@ -74,7 +74,7 @@ def test_hugging_face_decodes_answers_of_the_requested_lengths(name, params, tmp
         check_lengths([[1, 2]], [3])
 
 
-def test_all_take_turns():
+def test_systems_take_turns():
     order = []
 
     class Fake:
@@ -93,7 +93,7 @@ def test_all_take_turns():
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, capsys):
+def test_decode_command_writes_results_and_refuses_invalid_flags(tmp_path, capsys):
     out = tmp_path / "speed.json"
     flags = [
         "--model",
@@ -132,8 +132,8 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_generator_is_forced_as_a_batch_is(params):
-    """By a strategy that the engine takes for the pipelined one."""
+def test_forced_generator_writes_rows_of_the_given_lengths(params):
+    """The generator uses a strategy that the engine treats as the pipelined one."""
     config = Config(model=SIZES["tiny"], train=TrainConfig(method="pipelined"))
     generator = Generator(config, params, None)
     for rows in ([3, 1, 5], [7]):
@@ -200,7 +200,7 @@ def test_a_server_that_does_not_start(tmp_path):
 
 @pytest.mark.slow
 def test_documents_are_decoded_from_text_to_text(tmp_path, tokenizer_files, capsys):
-    """Each system in turn; an answer of another length than that of the targets raises an error."""
+    """The systems take turns; an answer with another length than the targets is an error."""
     file, output = tmp_path / "two.jsonl", tmp_path / "out.json"
     lines = [{"source": e.source, "targets": [*e.targets[:2], ""]} for e in demo.examples("test")[:3]]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -224,7 +224,7 @@ def test_bytes_of_a_step_equal_its_weights_and_source(params):
     (system,) = build(config, params, "float32", strategies={"chain": Sequential(8)})
     weights = system.decoder.ready.decoding
     matrices = sum(x.nbytes for x in jax.tree.leaves(weights.layers) if x.ndim > 1) + weights.head.rows.nbytes
-    source = 2 * 2 * 64 * 32 * 4  # keys and values, two layers, 64 tokens, 2 heads of 16
+    source = 2 * 2 * 64 * 32 * 4  # keys and values of two layers, 64 tokens and 2 heads of 16
     assert systems.step_bytes(config, source=64, slots=0, itemsize=4) == matrices + source
 
 
@@ -252,8 +252,8 @@ def test_shortened_bar_has_gaps(seconds, cut, tmp_path):
 
 @pytest.mark.long
 def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypatch):
-    """Every system writes the answers of the file, or fails; drafts are right as often as answers copy."""
-    monkeypatch.setattr(drafts, "GRID", Pipelined(delay=1, time_max=32, sub_max=3))  # it has fewer sizes to compile
+    """Every system writes the answers of the file, or fails; drafts are correct as often as answers copy."""
+    monkeypatch.setattr(drafts, "GRID", Pipelined(delay=1, time_max=32, sub_max=3))  # fewer sizes to compile
     text = demo.examples("test")[0].source
     file, output = tmp_path / "copied.jsonl", tmp_path / "out.json"
     file.write_text(json.dumps({"source": text, "targets": [text[5:25], text[45:60]]}) + "\n")
@@ -265,7 +265,9 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypa
     calls = {result["system"]: result["calls"] for result in json.loads(output.read_text())["results"]}
     length = len(tokenizer.encode(f"{text[5:25]}; {text[45:60]}")) + 1
     assert calls["sequential"] == length and calls["hf+assistant"] < length
-    assert calls["sequential+model"] == -(-length // 4)  # always right: three drafted tokens, and the answer to them
+    assert calls["sequential+model"] == -(
+        -length // 4
+    )  # all drafts are correct: a call writes three drafted tokens and one more
     assert calls["sequential+source"] < length and calls["pipelined+model"] < calls["pipelined"]
     assert calls["pipelined+spans"] < calls["pipelined"]
     assert "sequential+source" in capsys.readouterr().out
@@ -291,7 +293,7 @@ def test_streams_are_timed_beside_records(tmp_path, capsys, monkeypatch):
     assert (found["weights"], found["documents"], found["rounds"]) == ("float32", 3, 2)
     assert found["events"] >= 1 and found["stream_ms"] > 0 and found["decode_ms"] > 0 and 0 < found["first"] <= 1
     assert "times as long" in capsys.readouterr().out
-    real = Generator.decode  # a decoder that says something else than the stream is found out
+    real = Generator.decode  # a decoder whose answer differs from the stream is detected
     monkeypatch.setattr(Generator, "decode", lambda self, given: [{**real(self, given)[0], "row_ids": [[9]]}])
     with pytest.raises(AssertionError, match="the answer differs from that of decode"):
         streams.main(flags)

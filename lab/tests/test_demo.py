@@ -1,4 +1,4 @@
-"""`make demo`: decoders take turns and are compared by medians; the larger model does the work that is asked for."""
+"""`make demo`: decoders take turns and are compared by medians; the larger model does the requested work."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from pipejax.data.examples import Example
 
 
 def test_decoders_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three documents; the machine is ten times as slow in the second round, and one document once a hundred times."""
+    """Three documents; the machine is ten times slower in the second round, and once a hundred times for a document."""
     turns: list[str] = []
     tick = {"pipelined": 1.0, "sequential": 3.0}
 
@@ -30,7 +30,7 @@ def test_decoders_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) 
     assert turns == ["pipelined", "sequential", "sequential", "pipelined"] * 2 + ["pipelined", "sequential"]
     assert {name: r["speed_up"] for name, r in results.items()} == {"pipelined": 3.0, "sequential": 1.0}
     assert {name: r["milliseconds"] for name, r in results.items()} == {"pipelined": 2000.0, "sequential": 6000.0}
-    assert {r["spread"] for r in results.values()} == {0.0}  # but one round all are as fast
+    assert {r["spread"] for r in results.values()} == {0.0}  # all rounds except one are equally fast
     assert [record["turn"] for record in records["pipelined"]] == [9, 9, 9]  # type: ignore[typeddict-item]
 
 
@@ -56,7 +56,7 @@ def test_the_larger_model_takes_the_steps_of_its_rows(capsys: pytest.CaptureFixt
             assert 0 < line[name]["decode_seconds"] < line[name]["seconds"]
         assert line["speed_up"] > 0 < line["decode_speed_up"]
         assert line["spread"] >= 0
-    lines = capsys.readouterr().err.splitlines()  # before each wait, so that none is silent
+    lines = capsys.readouterr().err.splitlines()  # a line before each wait
     for wait in ("preparing random weights", "compiling the sequential decoder", "compiling the pipelined decoder"):
         assert sum(wait in line for line in lines) == 1
     text = demo.size_table(timed)
@@ -68,7 +68,7 @@ def test_the_larger_model_takes_the_steps_of_its_rows(capsys: pytest.CaptureFixt
     [
         (0.4, 0.02, None),
         (3.0, 0.02, None),  # the demo itself may keep both processors busy
-        (None, 0.02, None),  # a system that does not tell
+        (None, 0.02, None),  # a system without a load average
         (8.0, 0.02, "a load of 8.0 on 2 processors"),
         (0.4, 0.31, "rounds that differ by 31 %"),
         (None, 0.31, "rounds that differ by 31 %"),

@@ -1,4 +1,4 @@
-"""The experiment with the meter of dependence: its ranks and the files of trained runs; nothing is trained."""
+"""The experiments with `pipejax probe`: ranks, tables and the files of trained runs; nothing is trained."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ from pipejax.system.errors import UserError
     [
         ([1, 2, 3], [10, 20, 30], 1.0),
         ([1, 2, 3], [3, 2, 1], -1.0),
-        ([1, 2, 3, 4, 5], [5, 6, 7, 8, 7], 0.8207826816681233),  # the ties of a textbook's example
+        ([1, 2, 3, 4, 5], [5, 6, 7, 8, 7], 0.8207826816681233),  # an example with ties from a textbook
         ([0, 0, 0, 1], [0, 0, 0, 9], 1.0),
         ([0, 0, 0], [1, 2, 3], 0.0),
     ],
 )
-def test_ranks(one: list[float], other: list[float], rho: float) -> None:
+def test_spearman_equals_known_correlations(one: list[float], other: list[float], rho: float) -> None:
     assert dependence.spearman(one, other) == pytest.approx(rho)
 
 
@@ -27,10 +27,10 @@ def test_rows_lost_by_the_runs_of_the_page() -> None:
     found = dependence.read_gaps(str(dependence.TRAINED))
     assert [round(lost) for lost in found["copy_end"]["lost"]] == [41, 21, 0]
     assert [round(lost) for lost in found["running_total"]["lost"]] == [0, 0, 9]
-    assert found["running_total"]["least_lost"] == [0, 0, 0]  # one of its seeds alone failed
+    assert found["running_total"]["least_lost"] == [0, 0, 0]  # only one of its seeds failed
 
 
-def test_files_without_results(tmp_path: Path) -> None:
+def test_files_without_results_are_refused(tmp_path: Path) -> None:
     for text in ("", "{}", json.dumps({"cells": []})):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(UserError, match=r"^--trained .*x\.json: found .*; expected what lab\.experiments\.probes"):
@@ -46,7 +46,7 @@ def test_the_table() -> None:
 
 
 def test_sign_of_a_gap_needs_enough_size_and_small_error() -> None:
-    """Three answers of two tokens, by 0.3, 0.1 and 0.2 nats a token apart."""
+    """Three answers of two tokens, with differences of 0.3, 0.1 and 0.2 nats for each token."""
     dear, cheap = [[1.0, 2.0], [1.0, 1.0], [3.0, 1.0]], [[0.4, 2.0], [1.0, 0.8], [2.6, 1.0]]
     found = real_dependence.gap(dear, cheap)
     assert found == {"nats": pytest.approx(0.2), "error": pytest.approx(0.1 / 3**0.5, abs=1e-6)}

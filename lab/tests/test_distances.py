@@ -1,4 +1,4 @@
-"""The two other distances: decoding and training beside plain lists, in which a distance is what its words say."""
+"""The two other distances: decoding and training equal computations in plain lists."""
 
 import dataclasses
 
@@ -18,13 +18,13 @@ from support.tiny import FEW_WORDS, MODEL, RUN_ON_ONE, change
 
 
 def row(cells, delay):
-    """Rows apart, and places apart."""
+    """The difference of rows plus the difference of places."""
     places = [(i, time - i * delay) for i, time in cells]
     return [[abs(i - k) + abs(j - m) for k, m in places] for i, j in places]
 
 
 def linear(cells, delay):
-    """The place in the text of all that the query sees, row after row, less that of the key."""
+    """The place of the query in the text that it sees, row after row, minus the place of the key."""
     found = []
     for query, sees in zip(cells, oracle.visibility(cells), strict=True):
         text = sorted(cell for cell, seen in zip(cells, sees, strict=True) if seen)
@@ -35,8 +35,8 @@ def linear(cells, delay):
 IN_LISTS = {"row": row, "linear": linear}
 
 
-def test_by_hand():
-    """Figure 2 of the paper, "A B C <sep> D E": E sees bos, A, B, C, bos2 and D."""
+def test_distances_in_the_papers_figure():
+    """In Figure 2 of the paper, "A B C <sep> D E", E sees bos, A, B, C, bos2 and D."""
     cells = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
     assert IN_LISTS.keys() == set(DISTANCES)
     assert row(cells, 1)[6] == [3, 2, 1, 2, 2, 1, 0]

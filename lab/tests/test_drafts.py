@@ -1,4 +1,4 @@
-"""Drafts as the experiments count and time them: on real answers, and with trained weights."""
+"""The experiments that count and time drafts, on real answers and with trained weights."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from support.tiny import FEW_WORDS as TINY
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
-def test_the_experiment_simulates_the_wavefront(delay):
+def test_simulation_equals_the_wavefront(delay):
     rng = np.random.default_rng(delay)
     for _ in range(50):
         source = rng.integers(2, 7, 30).tolist()
@@ -31,12 +31,12 @@ def test_the_experiment_simulates_the_wavefront(delay):
             time_max=99,
         )
         found = experiment.simulated([[*row, 1] for row in [*rows, []]], look, delay=delay)
-        # With Δt = 1 no draft of a row reaches the start of one that does not begin anyway.
+        # With Δt = 1, a row starts before any draft of the row above reaches the start.
         assert found == expected if delay == 1 else found >= expected
 
 
-def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, capsys):
-    """Of what can be copied whole; the product drafts no worse than the simulation."""
+def test_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, capsys):
+    """The answers can be copied completely, and pipejax's drafts are at least as good as the simulation."""
     (tmp_path / "multispanqa").mkdir()
     (tmp_path / "t5_tokenizer").symlink_to(tokenizer_files)
     sources_ = [demo.examples("test")[i].source for i in range(3)]
@@ -57,9 +57,11 @@ def test_the_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, cap
 @pytest.mark.long
 @pytest.mark.parametrize("weights", ["float32", "float32,int8"])
 def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_path, capsys, monkeypatch):
-    """Each system writes the same answers; what is said of calls is what records say."""
-    monkeypatch.setattr(trained_drafts, "use_threads", lambda count: None)  # the suite keeps its threads
-    model = dataclasses.replace(TINY, num_layers=TINY.num_decoder_layers)  # transformers' lookup assumes as many
+    """Each system writes the same answers, and the numbers of calls equal the records."""
+    monkeypatch.setattr(trained_drafts, "use_threads", lambda count: None)  # the test process keeps its threads
+    model = dataclasses.replace(
+        TINY, num_layers=TINY.num_decoder_layers
+    )  # transformers' lookup assumes equal numbers of layers
     config = Config(name="run", model=model, train=TrainConfig(method="sequential"), decode=DecodeConfig(max_length=20))
     params = oracle.random_params(model, np.random.default_rng(8))
     checkpoint.save_params(tmp_path / "run", config, params)
@@ -72,7 +74,7 @@ def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_pa
     flags += ["--tokens", "3", "--threads", "1"]
     with pytest.raises(UserError, match="--small: found none; expected the checkpoint"):
         trained_drafts.main(flags)
-    flags += ["--small", str(tmp_path / "run")]  # a T5 that drafts for itself is right as often as it is sure
+    flags += ["--small", str(tmp_path / "run")]  # a T5 that drafts for itself
     assert trained_drafts.main([*flags, "--json", str(tmp_path / "out.json")]) == 0
     found = {r["system"]: r for r in json.loads((tmp_path / "out.json").read_text())["results"]}
     assert [r["equal"] for r in found.values()] == [1.0] * (3 * len(weights.split(",")) + 3)

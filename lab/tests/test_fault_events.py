@@ -1,4 +1,4 @@
-"""File events that the fault harness records in a process, and the losses that it derives from them."""
+"""File events that `lab.faults` records in a process, and the losses that it derives from them."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ def test_process_killed_at_an_event_keeps_earlier_writes(tmp_path, library, numb
     assert code == -9 and names == [SEEN[number - 1]]
     assert sorted(str(path.relative_to(here)) for path in here.rglob("*")) == left
     if number == 3:
-        assert (here / "a/f").read_bytes() == b"1"  # the write was under way
+        assert (here / "a/f").read_bytes() == b"1"  # the process died during the write
 
 
 def test_a_process_dies_at_the_first_event_of_a_chosen_file(tmp_path, library):
@@ -70,7 +70,7 @@ def test_a_process_dies_at_the_first_event_of_a_chosen_file(tmp_path, library):
     assert code == -9 and names == ["unlink a/g"] and (here / "a/g").read_bytes() == b"12"
 
 
-def test_a_trap_without_the_library_is_no_trap(tmp_path):
+def test_arming_without_the_library_is_refused(tmp_path):
     with pytest.raises(events.CannotWatch, match="without the library"):
         events.arm(Trap(tmp_path, tmp_path / "log"), tmp_path / "events.so")
 
@@ -111,13 +111,13 @@ def test_a_save_in_the_right_order_loses_nothing():
         (15, "checkpoints/2: removed before a newer step is on disk"),
     ],
 )
-def test_any_fsync_that_is_left_out_is_a_loss(left_out, loss):
+def test_each_missing_fsync_is_a_loss(left_out, loss):
     assert SAFE[left_out].startswith("fsync")
     found = losses(Path("/w"), _happened(*SAFE[:left_out], *SAFE[left_out + 1 :]))
     assert any(line.startswith(loss) for line in found), found
 
 
-def test_a_fsync_that_comes_too_late_is_a_loss():
+def test_late_fsync_is_a_loss():
     order = [*SAFE[:12], SAFE[14], SAFE[12].replace("4.tmp", "4"), SAFE[13].replace("4.tmp", "4"), *SAFE[15:]]
     assert losses(Path("/w"), _happened(*order)) == ["checkpoints/4: renamed with 1 not on disk (a, ...)"]
 
@@ -130,7 +130,7 @@ def test_step_moved_away_before_its_successor_is_committed_is_lost():
 
 
 def test_unrecorded_writes_count_as_lost():
-    happened = _happened("open a", "fsync a", "open d", "write d", "fsync .", "open c")  # b was called d
+    happened = _happened("open a", "fsync a", "open d", "write d", "fsync .", "open c")  # the first name of b was d
     there = (Path("/w", name) for name in "abc")
     at_risk = [f"{name} may not be on disk at the end" for name in ("c: its content", "c: its name", "b: its content")]
     assert losses(Path("/w"), happened, there) == at_risk

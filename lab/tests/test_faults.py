@@ -1,4 +1,4 @@
-"""The fault harness itself, on a few trials of each kind; docs/reliability.md has the figures of many."""
+"""Tests of `lab.faults` with a few trials of each kind; docs/reliability.md has the figures of many trials."""
 
 import json
 import subprocess
@@ -67,7 +67,7 @@ def test_accepted_input_needs_a_message_and_refused_input_its_name(code, lines, 
              for codes in ((0, 2), (2,), (0,))]  # fmt: skip
     either, refused, taken = refusals.many(Fake(), tmp_path, kinds)
     assert [either["ok"], refused["ok"], taken["ok"]] == [ok, ok and code == 2, ok and code == 0]
-    assert either["kept"] == (code == 0)  # whoever is refused finds an older output as it was
+    assert either["kept"] == (code == 0)  # after a refusal an older output is unchanged
 
 
 def test_odd_inputs_are_many_and_each_has_a_name():

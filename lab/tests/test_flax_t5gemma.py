@@ -1,4 +1,4 @@
-"""T5Gemma beside DeepMind's own in Flax, from the package gemma: see requirements/peers/gemma.txt."""
+"""Compares T5Gemma with DeepMind's implementation in Flax, in the package gemma (requirements/peers/gemma.txt)."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ WINDOW = 5
 ENCODER = GemmaStack(16, 24, 4, 2, 6, 6, WINDOW, attn_logit_softcapping=2.0)
 DECODER = dataclasses.replace(ENCODER, hidden_size=12, intermediate_size=20, head_dim=4, query_pre_attn_scalar=4)
 MODEL = T5GemmaConfig(ENCODER, DECODER, 30, 2, 4, final_logit_softcapping=4.0)
-# From the parameters, the sizes and tokens in a directory to logits, by that package alone.
+# Computes logits from the parameters, sizes and tokens in a directory, only with the package gemma.
 WORKER = """
 import json, sys
 import flax.traverse_util, jax.numpy as jnp, numpy as np
@@ -45,7 +45,7 @@ for name in ("short", "long"):
 
 
 def theirs(model: T5GemmaConfig, params: Any) -> dict[str, np.ndarray]:
-    """The parameters by their names and in their shapes."""
+    """The parameters with the names and shapes of DeepMind's modules."""
     flat, found = flatten_dict(params, sep="/"), dict[str, np.ndarray]()
     attentions = {
         "encoder": (("attention", "attn", "attention"),),
@@ -76,7 +76,7 @@ def theirs(model: T5GemmaConfig, params: Any) -> dict[str, np.ndarray]:
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"no {PYTHON}: see requirements/peers/gemma.txt")
 @pytest.mark.slow
 def test_logits_equal_deepminds_flax_model(tmp_path):
-    """Up to the encoder's window; beyond it DeepMind's leaves out the outermost positions of each side."""
+    """For sources within the encoder's window; beyond it DeepMind's mask lacks the outermost positions on each side."""
     params, rng = varied(MODEL, 0, centered=True), np.random.default_rng(0)
     given = {name: rng.integers(3, MODEL.vocab_size, (2, size)) for name, size in (("short", WINDOW), ("long", 13))}
     given["short"][1, 3:] = given["long"][1, 11:] = MODEL.pad_token_id

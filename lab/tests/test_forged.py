@@ -21,7 +21,7 @@ from pipejax.system.errors import UserError
 from pipejax.training import loop
 from support import oracle
 
-# The harness's model: its forgeries name the sizes.
+# The model of `lab.faults`, whose forgeries name these sizes.
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 
 
@@ -37,13 +37,13 @@ def run(tmp_path_factory, tokenizer_files):
     return here
 
 
-def test_the_forger_seals_as_the_program_does(run):
+def test_forged_seals_equal_those_of_pipejax(run):
     forged._forge(run, lambda body: None)
     assert load(run / "run").origin["step"] == 4
 
 
 @pytest.mark.parametrize("kind", forged.KINDS, ids=lambda kind: kind.name[:70])
-def test_refused(kind, run, monkeypatch):
+def test_forged_manifest_is_refused(kind, run, monkeypatch):
     monkeypatch.setattr("pipejax.inference.generator.Generator", lambda *_, **__: pytest.fail("something was built"))
     (manifest,) = (run / forged.STEP / "manifest").glob("metadata")
     good = manifest.read_bytes()
@@ -58,7 +58,7 @@ def test_refused(kind, run, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, {"feed_forward": "gated-gelu"}, {"tied_head": False, "num_layers": 3}])
 def test_parameter_table_equals_parameters_of_the_module(changes):
-    """The table that is checked against, and the modules that are built."""
+    """The table of parameters for checks equals the parameters of the modules."""
     model = dataclasses.replace(MODEL, **changes)
     built = flatten_dict(jax.eval_shape(lambda key: model.init_params(key), jax.random.key(0)), sep="/")
     parameters.check_paths("here", {path: x.shape for path, x in built.items()}, model)
@@ -80,8 +80,8 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["decode", "resume", "start from", "convert"])
-def test_a_tokenizer_that_is_not_the_one_of_the_run(what, trained, tmp_path):
-    """Other ids would be read and written, and nothing would say so."""
+def test_tokenizer_of_another_run_is_refused(what, trained, tmp_path):
+    """Without this refusal, other ids would be read and written silently."""
     run, config = tmp_path / "run", trained[1]
     shutil.copytree(trained[0], run)
     file = run / "tokenizer/tokenizer.json"
@@ -104,7 +104,7 @@ def test_a_tokenizer_that_is_not_the_one_of_the_run(what, trained, tmp_path):
         use()
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["1"]
     file.write_text(text)
-    if what != "resume":  # with the right one it goes on; that a resume does is shown elsewhere
+    if what != "resume":  # the right tokenizer is accepted; another test resumes with it
         use()
 
 

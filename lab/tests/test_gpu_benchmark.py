@@ -1,4 +1,4 @@
-"""lab/benchmarks/gpu.sh: parts share a device, results are saved at once, the end is in time, and tables show them."""
+"""lab/benchmarks/gpu.sh: parts share a device, results are saved immediately, the run ends in time, tables have all."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ with c.turn() as others:
 
 
 def run(codes, *, seconds=60.0, at_once=9):
-    """Returns the records of parts with this code, and all that was saved. Parts named "...quiet" are quiet."""
+    """Returns the records of parts with this code, and all saved results. Parts named "...quiet" are quiet."""
     parts = [Part(name, 1.5, f"about {name}", quiet=name.endswith("quiet")) for name in codes]
     saved = []
     found = gpu.run(
@@ -73,7 +73,7 @@ def run(codes, *, seconds=60.0, at_once=9):
 
 @pytest.mark.slow
 def test_parts_measure_one_after_the_other_and_quiet_ones_when_none_compiles():
-    """The quiet part is the most important and asks first, but measures only when the slow compiler has finished."""
+    """A quiet part that is most important and asks first measures only after the slow compiler has finished."""
     turns = {name: TURN.format(held=0.3, name=name) for name in ("quiet", "first", "second")}
     codes = {name: "time.sleep(0.2)" + turns[name] * 2 for name in ("quiet", "first")}
     codes["second"] = "time.sleep(2)" + turns["second"]
@@ -87,8 +87,8 @@ def test_parts_measure_one_after_the_other_and_quiet_ones_when_none_compiles():
 
 
 @pytest.mark.slow
-def test_the_worthier_part_has_the_next_turn(tmp_path):
-    """Both parts ask while another one holds the device, and the less important part asks first."""
+def test_more_important_part_has_the_next_turn(tmp_path):
+    """Two parts ask while another one holds the device, and the less important part asks first."""
     go = str(tmp_path / "go")
     waits = f"while not os.path.exists({go!r}): time.sleep(0.01)\n"
     holds = f"open({go!r}, 'w'); time.sleep(1)"
@@ -103,7 +103,7 @@ def test_the_worthier_part_has_the_next_turn(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_way_to_end_leaves_what_was_found():
+def test_results_are_kept_whichever_way_a_part_ends():
     child = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
     sends = "c.send(results=[{'name': 'before', 'x': 1}])\n"
     codes = {
@@ -131,7 +131,7 @@ def test_every_way_to_end_leaves_what_was_found():
     assert found["fails"]["log"].strip() == "no such luck"
     stat = Path(f"/proc/{found['hangs']['log'].strip()}/stat")
     assert not stat.exists() or " Z " in stat.read_text()
-    # What was found was saved while the parts ran.
+    # Results were saved while the parts ran.
     running = [record for records in saved for record in records if record["status"] == "running" and record["results"]]
     assert {record["name"] for record in running} >= {"holds", "hangs"}
     text = "\n".join(gpu_tables.notes(found.values()))
@@ -154,7 +154,7 @@ def test_unknown_parts_are_refused(capsys):
 
 
 @pytest.mark.slow
-def test_there_must_be_a_gpu_or_a_rehearsal(tmp_path, capsys, monkeypatch):
+def test_missing_gpu_is_an_error_except_in_a_rehearsal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PIPEJAX_CACHE", str(tmp_path / "cache"))
     before = signal.getsignal(signal.SIGTERM)
     code = gpu.main([str(tmp_path / "out"), "--parts", "train"])
@@ -181,7 +181,7 @@ def test_results_so_far_survive_the_end_of_the_process(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["there"], ["--rehearse", "there"]])
-def test_the_script_hands_its_arguments_on(arguments):
+def test_script_passes_its_arguments(arguments):
     done = subprocess.run(
         [ROOT / "lab" / "benchmarks" / "gpu.sh", *arguments],
         env=os.environ | {"PYTHON": "echo"},
@@ -216,7 +216,7 @@ def test_the_whole_run_is_rehearsed(tmp_path, capsys):
     assert len(decodes) >= 4 and all(r["equal"] == 1 for r in decodes)
     agrees = {r["name"]: r["agrees"] for part in parts.values() for r in part["results"] if "agrees" in r}
     assert {name for name, value in agrees.items() if value is None} == {name for name in agrees if "child" in name}
-    assert all(agrees[name] for name in agrees if "child" not in name)  # a child process finds no GPU here
+    assert all(agrees[name] for name in agrees if "child" not in name)  # child processes find no GPU on a CPU
     assert [r["name"] for r in parts["train"]["results"]] == [
         "T5-Base, 32 tokens",
         "T5-Base, 32 tokens, from the cache",
@@ -257,7 +257,7 @@ def test_every_wheel_has_a_version() -> None:
     assert wheels.pins().keys() >= {*wheels.NAMES}
 
 
-# What is measured.
+# Measurements.
 
 
 def test_a_system_that_fails_is_left_out():
@@ -295,7 +295,7 @@ def test_wrong_kernels_are_found(backend, agrees):
     for dtype in agreement.DTYPES:
         found = four.outputs(dtype, source, strategy, 1e-3)
         assert found["agrees"] == agrees
-    assert (found["apart"] == 0) == agrees  # the last is float32
+    assert (found["apart"] == 0) == agrees  # the last result is float32
     assert four.tokens("float32", source, strategy)["equal"] <= 1
 
 
@@ -331,7 +331,7 @@ def test_a_training_step_is_measured_beside_its_plan(tmp_path, monkeypatch, caps
     assert "tiny, batch 2" in capsys.readouterr().out
 
 
-def test_each_test_is_written_down_as_it_ends(tmp_path):
+def test_each_test_is_recorded_as_it_ends(tmp_path):
     records = suite.Records(str(tmp_path / "out.json"))
 
     def report(name, when, outcome):
@@ -426,7 +426,7 @@ def test_page_shows_the_results(line):
     assert line in gpu_tables.page(json.loads(json.dumps(SUMMARY)))
 
 
-def test_tables_of_a_run_on_a_gpu_become_those_of_the_page(tmp_path, monkeypatch, capsys):
+def test_tables_of_a_gpu_run_are_shown_on_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_tables, "RESULTS", tmp_path / "gpu.json")
     given = tmp_path / "summary.json"
     for summary, why in (
@@ -443,7 +443,7 @@ def test_tables_of_a_run_on_a_gpu_become_those_of_the_page(tmp_path, monkeypatch
     assert "| tokens | no | 0.0123 |" in capsys.readouterr().out
 
 
-def test_results_that_are_kept_are_of_a_gpu() -> None:
+def test_stored_results_are_from_a_gpu() -> None:
     found = json.loads(gpu_tables.RESULTS.read_text()) if gpu_tables.RESULTS.exists() else None
     assert found is None or (not found["rehearsal"] and gpu_tables.device_of(found)["platform"] == "gpu")
     assert gpu_tables.page(found)
@@ -457,7 +457,7 @@ def test_short_lines_name_every_part() -> None:
     ]
 
 
-def test_batches_of_other_lengths_have_as_many_tokens_as_examples_allow():
+def test_batches_of_other_lengths_have_about_as_many_tokens():
     given = config_lib.load(str(ROOT / "configs" / "jsonl.py"), [])
     found = [steps.of_length(given, x) for x in (512, 2048, 4096, 8192, 16384)]
     sizes = [(c.data.max_source, c.train.batch_size, c.train.accumulate, c.train.pack) for c in found]
@@ -471,7 +471,7 @@ def step_check(config):
 
 
 def test_profile_separates_kernel_time_from_gaps():
-    """By hand: two streams that overlap, a gap of the host's, and one that is too short to be one."""
+    """A hand-made trace has two streams that overlap, a gap of the host, and a shorter gap that does not count."""
     found = profile.kernels([("b", 2.0, 3.0), ("a", 0.0, 1.0), ("a", 0.5, 1.5), ("c", 3.000001, 4.0), ("d", 3.1, 3.2)])
     assert found["kernels"] == 5 and found["gaps"] == 1 and found["gaps_s"] == pytest.approx(0.5)
     assert found["busy_s"] == pytest.approx(1.5 + 1.0 + 0.999999)
@@ -493,7 +493,7 @@ def test_time_of_a_decode_has_a_fixed_part():
     assert gpu_decode.slope(20, 0.013, 44, 0.025) == pytest.approx({"step_s": 0.0005, "fixed_s": 0.003})
 
 
-def test_a_call_that_cannot_be_profiled_keeps_its_other_figures(monkeypatch):
+def test_failed_profile_keeps_the_other_figures(monkeypatch):
     def refuse(directory):
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
@@ -513,8 +513,8 @@ def test_trace_kernels_come_from_device_streams_only():
     assert name == "k1" and begin == pytest.approx(1e-6) and end - begin == pytest.approx(2e-3)
 
 
-def test_the_step_by_hand_is_the_models():
-    """Beside `T5.step`, with the whole cache as keys; three steps of three queries."""
+def test_handwritten_step_equals_the_models_step():
+    """Compared with `T5.step`, with the whole cache as keys, in three steps of three queries."""
     config, count, slots = systems.SIZES["tiny"], 3, 16
     params = systems.random_params(config, seed=3)
     step = graph.Step(config, params, count, 5, slots, device="cpu", dtype="float32")
@@ -540,7 +540,7 @@ def test_the_step_by_hand_is_the_models():
 
 
 @pytest.mark.slow
-def test_transformers_make_the_steps_of_the_same_work(tmp_path):
+def test_training_steps_of_transformers_are_measured(tmp_path):
     settings = ("train.batch_size=2", "train.accumulate=2", "data.max_source=16", "data.max_target=8")
     given = [x for setting in settings for x in ("--set", setting)] + ["--steps", "2", "--models", "tiny"]
     given += ["--config", str(ROOT / "configs" / "jsonl.py"), "--ways", "plain,checkpointing"]

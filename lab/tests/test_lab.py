@@ -1,4 +1,4 @@
-"""`python -m lab.MODULE`: errors of the user end with one line, mistakes of the code with a traceback."""
+"""`python -m lab.MODULE`: user errors end with one line, and internal errors with a traceback."""
 
 import os
 import subprocess

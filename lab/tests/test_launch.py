@@ -1,4 +1,4 @@
-"""A decode as one launch, its source run on a CPU: tokens equal those of the step decoder, and no wait is forever."""
+"""A decode in one launch, run on a CPU: its tokens equal those of the step decoder, and no wait is endless."""
 
 import dataclasses
 import importlib.util
@@ -40,7 +40,7 @@ SMALL = T5Config(
     relative_attention_max_distance=20,
 )
 change = partial(dataclasses.replace, SMALL)
-MODELS = {  # as the published ones differ: v1.0 and v1.1, more heads than width, fewer, heads of other widths
+MODELS = {  # differences of published models: v1.0 and v1.1, more heads than width, fewer, other widths of heads
     "small": SMALL,
     "v1.1": change(d_ff=96, num_heads=6, feed_forward="gated-gelu", tied_head=False, scale_head=False, vocab_size=9),
     "large": change(d_model=64, d_ff=160, num_heads=4, num_decoder_layers=3, vocab_size=16),
@@ -61,14 +61,14 @@ def registered(kernel_cache: Path) -> None:
 
 
 def fields(decoded: Any) -> list[np.ndarray]:
-    """What a decode finds; what lies past the end of a row is zeroed."""
+    """The fields of a decode, with zeros after the ends of rows."""
     real = np.arange(decoded.tokens.shape[2]) < np.asarray(decoded.lengths)[:, :, None]
     return [np.where(real, decoded.tokens, 0), *map(np.asarray, (decoded.lengths, decoded.steps, decoded.truncated))]
 
 
 @cache
 def programs(config: T5Config, strategy: Any, batch: int, by: Any = None, dtype: str = "float32") -> Any:
-    """From parameters and sources to memories, and from these to a whole decode; `by`: the blocks of a launch."""
+    """Functions from parameters and sources to memories, and from memories to decodes; `by`: blocks of a launch."""
     model, sizes = T5(config, dtype=jnp.dtype(dtype)), Sizes.fit(strategy, batch)
 
     @jax.jit
@@ -94,7 +94,7 @@ def drawn(config: T5Config, batch: int, seed: int) -> tuple[Any, np.ndarray, np.
 
 
 def check_decodes(name: str, case: int, seeds: range) -> int:
-    """How many rows ended by themselves in random models, all of whose decodes are the step decoder's."""
+    """Compares decodes of random models with the step decoder; returns the number of rows that ended with eos."""
     config, (strategy, batch, count) = MODELS[name], CASES[case]
     encode, theirs = programs(config, strategy, batch)
     _, ours = programs(config, strategy, batch, blocks(count, dawdle=200))
@@ -118,7 +118,7 @@ def test_tokens_equal_step_decoder(name: str, case: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_random_models(name: str, case: int) -> None:
+def test_tokens_of_more_random_models_equal_step_decoder(name: str, case: int) -> None:
     check_decodes(name, case, range(100 * case, 100 * case + 10))
 
 
@@ -127,7 +127,7 @@ def test_tokens_of_random_models(name: str, case: int) -> None:
     [("v1.1", 0, 5), *(pytest.param(x, i % 5, i, marks=pytest.mark.long) for i, x in enumerate(list(MODELS) * 3))],
 )
 def test_logits_in_bfloat16(name: str, case: int, steps: int) -> None:
-    """Of a step in the middle of a decode."""
+    """Compares the logits of a step in the middle of a decode."""
     config, (strategy, batch, count) = MODELS[name], CASES[case]
     encode, _ = programs(config, strategy, batch, dtype="bfloat16")
     weights, memory = encode(*drawn(config, batch, 7))
@@ -139,14 +139,14 @@ def test_logits_in_bfloat16(name: str, case: int, steps: int) -> None:
 
 
 def members(struct: str) -> list[str]:
-    """As arguments.h declares them."""
+    """The members of a struct in arguments.h."""
     text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text())
     found = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
     assert found
     return re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", found[1])
 
 
-def test_arguments_are_given_in_the_order_of_their_structs() -> None:
+def test_arguments_are_in_the_order_of_the_structs() -> None:
     strategy, shape = Pipelined(1, 14, 5), SimpleNamespace(mask=np.zeros((2, 12)))
     weights = SimpleNamespace(bias=np.zeros((1, 2, 9)), layers=[None, None])
     decoder, carry = SimpleNamespace(config=SMALL, memory=shape, weights=weights), SimpleNamespace(used=[0])
@@ -160,7 +160,7 @@ def test_arguments_are_given_in_the_order_of_their_structs() -> None:
 
 
 def test_paused_decode_continues_with_either_decoder() -> None:
-    """After some steps; as soon as a watched example is done; where the cache is full. Slots of each example apart."""
+    """Pauses are after some steps, at the end of a watched example, and with a full cache; examples have own slots."""
     config, strategy, batch = change(num_decoder_layers=1), Pipelined(1, 12, 4), 3
     encode, theirs = programs(config, strategy, batch)
     for seed in range(40):
@@ -208,7 +208,7 @@ def test_paused_decode_continues_with_either_decoder() -> None:
 
 
 def test_each_step_equals_step_decoder() -> None:
-    """Also where no row is open until the next one begins, and beside examples that are done, some of them cut."""
+    """Cases include steps without open rows, and batches with finished and truncated examples."""
     config, strategy, batch = change(num_decoder_layers=1), Pipelined(4, 11, 4), 3
     encode, _ = programs(config, strategy, batch)
     static: Any = {"sizes": (sizes := Sizes.fit(strategy, batch)), "slots": sizes.slots[-1]}
@@ -242,7 +242,7 @@ def test_each_step_equals_step_decoder() -> None:
     assert jumped and waited_cut and jumped_to_end
 
 
-def test_a_block_that_never_comes_is_reported() -> None:
+def test_missing_block_is_reported() -> None:
     config, strategy = SMALL, Sequential(6)
     encode, _ = programs(config, strategy, 2)
     _, ours = programs(config, strategy, 2, blocks(3, absent=1, patience=300))
@@ -279,7 +279,7 @@ def test_unsupported_settings_do_not_use_the_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_its_trial_finds_no_fault() -> None:
+def test_trial_of_the_kernel_passes() -> None:
     assert trial.agrees(blocks(3))
 
 

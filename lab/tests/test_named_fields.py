@@ -4,7 +4,7 @@ from lab.experiments import named_rows as experiment
 from pipejax.data.examples import Example
 
 
-def test_rows_follow_from_the_letter():
+def test_rows_equal_the_fields_of_the_letter():
     letters, seen = experiment.examples("test"), set()
     for letter in letters:
         said = dict(
@@ -28,8 +28,8 @@ def test_well_formed_record_has_all_rows_in_order():
     assert not experiment.well_formed({"rows": [rows[1], rows[0], *rows[2:]], "truncated": None})
 
 
-def test_steps_by_hand():
-    """Rows of 3, 2 and 4 words; the name is the first."""
+def test_steps_of_other_rules_equal_hand_computed_steps():
+    """Rows of 3, 2 and 4 words, the first of which is the name."""
     found = experiment.simulated([Example("", "", ("a: b c", "d: e", "f: g h i"))])
     fixed = {"delay 0": 5, "delay 1": 2 + 5, "delay 2": 4 + 5, "delay 4": 8 + 5, "sequential": 3 + 2 + 4 + 2 + 1}
     waiting = {"after the name above": 7, "after the first word above": 9, "after the row above": 3 + 2 + 5}

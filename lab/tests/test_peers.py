@@ -1,4 +1,4 @@
-"""Peers: the lines that they speak, on one made for it; and those whose environments are here, beside plain PyTorch."""
+"""Peers: their protocol, tested with a fake peer, and the installed peers, compared with plain PyTorch."""
 
 import dataclasses
 import os
@@ -49,7 +49,7 @@ serve(lambda flags: Fake(flags.name), "numpy")
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a fake peer of this name."""
+    """A function that starts a fake peer with a name."""
     (tmp_path / "fake.py").write_text(FAKE)
     started = []
 
@@ -97,7 +97,7 @@ def test_peer_that_does_not_load_reports_the_reason(start):
         start("broken")
 
 
-def test_a_peer_does_nothing_between_its_turns(start):
+def test_peer_uses_no_cpu_between_its_turns(start):
     busy = start("busy")
     busy.run(SOURCE, [[1], [1]])
 
@@ -126,7 +126,7 @@ def test_a_slow_system_has_fewer_turns():
     assert systems.paired(runs["fast"], runs["slow"], whole=True) == 5.0
 
 
-def test_each_id_has_a_word():
+def test_words_of_ids_are_unique_and_invertible():
     assert words_of([0, 1, 2, 3, 40]) == ["<pad>", "</s>", "<unk>", "t3", "t40"]
     assert ids_of(words_of(range(9))) == [*range(9)]
 
@@ -151,7 +151,7 @@ def test_names_of_a_gguf_file(parameter, name):
     assert llama.name_of(parameter) == name
 
 
-# Those that are installed.
+# Installed peers.
 
 
 V1_1 = dataclasses.replace(SIZES["tiny"], feed_forward="gated-gelu", tied_head=False)
@@ -159,14 +159,14 @@ V1_1 = dataclasses.replace(SIZES["tiny"], feed_forward="gated-gelu", tied_head=F
 
 @pytest.fixture(scope="module", params=[SIZES["tiny"], V1_1], ids=["v1.0", "v1.1"])
 def directory(request, tmp_path_factory):
-    """A model of Hugging Face's layout, whose embedding is too small to say the next token by itself."""
+    """A Hugging Face model whose embedding is so small that it alone does not determine the next token."""
     params = random_params(request.param)
     params["shared"]["embedding"] *= 0.3
     return write(request.param, params, tmp_path_factory.mktemp("model"))
 
 
 def greedy(directory, source, length):
-    """Tokens by PyTorch without a cache, never an eos."""
+    """Greedy tokens by PyTorch without a cache and without eos."""
     import torch
     from transformers import T5ForConditionalGeneration
 
@@ -187,7 +187,7 @@ NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_pytorch(name, directory):
-    """All of an answer in float32; in fewer bytes the first token of most sources."""
+    """All tokens are equal in float32; with weights in fewer bytes, the first tokens of most sources."""
     environment = PEERS[name].environment
     if environment and process.python_of(name) == sys.executable:
         pytest.skip(f"make venv-peers builds the environment {environment}")
@@ -202,8 +202,8 @@ def test_greedy_tokens_equal_pytorch(name, directory):
 
 
 @pytest.mark.slow
-def test_the_command_takes_peers(tmp_path, monkeypatch, capsys):
-    """A name of a peer whose library is not here is left out, and said."""
+def test_command_leaves_out_missing_peers(tmp_path, monkeypatch, capsys):
+    """A peer whose library is not installed is left out with a warning."""
     monkeypatch.setattr(decode, "use_threads", lambda count: None)
     monkeypatch.setattr(process, "ENVIRONMENTS", tmp_path)
     out = tmp_path / "speed.json"
@@ -223,7 +223,7 @@ def result(system, pattern="8x14", batch=1, encode=1.0, decode=1.0):
     return {"system": system, "pattern": pattern, "batch": batch, "steps": 9, "encode_s": encode, "decode_s": decode}
 
 
-def test_a_picture_has_each_system_once_the_fastest_first():
+def test_picture_has_each_system_once_with_the_fastest_first():
     found = [result("ct2-fp32"), result("pipejax-pipelined", decode=0.5), result("ct2-int8", decode=0.1)]
     assert [r["system"] for r in plot.fastest(found)] == ["ct2-int8", "pipejax-pipelined"]
 

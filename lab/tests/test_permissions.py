@@ -1,7 +1,6 @@
 """Files without permission and names that are too long are refused in one line, and existing files are not changed.
 
-Root may read and write everything. So as root those of these tests that are about permission run in a process that has
-given up root's capabilities.
+Root may read and write everything. So as root, the tests of permissions run in a process without root's capabilities.
 """
 
 import importlib
@@ -23,7 +22,9 @@ CAPABILITIES = next(
     (int(line.split()[1], 16) for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line), 0
 )
 PRIVILEGED = os.geteuid() == 0 and CAPABILITIES != 0
-needs_permission = pytest.mark.skipif(PRIVILEGED, reason="root may do everything: see test_once_more_without_privilege")
+needs_permission = pytest.mark.skipif(
+    PRIVILEGED, reason="root may do everything: see test_all_tests_pass_without_privilege"
+)
 KINDS = [kind for kind in permissions.KINDS if kind.words != ("ermission denied",) or kind.deny == permissions.DENIED]
 
 
@@ -38,7 +39,7 @@ def template(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=needs_permission if k.deny else (), id=k.name) for k in KINDS])
-def test_places(kind, template, tmp_path, capsys):
+def test_inaccessible_path_is_refused(kind, template, tmp_path, capsys):
     for path in template.iterdir():
         (tmp_path / path.name).symlink_to(path)
     kind.spoil(tmp_path)
@@ -59,7 +60,7 @@ def test_places(kind, template, tmp_path, capsys):
 
 
 @needs_permission
-def test_a_file_of_a_tokenizer(template, tmp_path):
+def test_unreadable_tokenizer_file_is_refused(template, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((template / "tokenizer/tokenizer.json").read_bytes())
     (tmp_path / "tokenizer.json").chmod(0)
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read \(Permission denied\)"):
@@ -68,7 +69,7 @@ def test_a_file_of_a_tokenizer(template, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PRIVILEGED, reason="these tests ran without privilege")
-def test_once_more_without_privilege():
+def test_all_tests_pass_without_privilege():
     program = "import sys, pytest; from tests.support.unprivileged import drop; drop(); sys.exit(pytest.main())"
     flags = ["-q", "-p", "no:cacheprovider", "-rs", __file__]
     environment = {**os.environ, "PYTEST_ADDOPTS": ""}

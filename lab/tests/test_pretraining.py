@@ -1,4 +1,4 @@
-"""Unlabelled training examples: their targets occur in their sources and follow the rules."""
+"""Unlabelled training examples: targets occur in their sources and follow the rules."""
 
 import gzip
 import json
@@ -41,11 +41,11 @@ def by_name():
 def test_phrases_are_repeated_rare_words_in_order():
     found = by_name()
     source, target = found["0/0/phrases"]
-    # "barn", "owl" and "vole" are as rare as "barn owl" but say less, or are a part of it; "night" stands there once.
+    # "barn", "owl" and "vole" are as rare as "barn owl" but weigh less, or are a part of it; "night" occurs once.
     assert target == "barn owl; vole"
     assert source.startswith("Title: The barn owl hunts at night. Context: A vole hides from the barn owl.")
     assert found["1/0/phrases"][1] == "white"
-    assert "2/0/phrases" not in found  # nothing in it is rare
+    assert "2/0/phrases" not in found  # the document has no rare words
 
 
 def test_sentences_are_taken_from_the_start():
@@ -58,11 +58,11 @@ def test_stretches_hold_whole_sentences_and_no_more_words_than_allowed():
     sentence, long = "One two three four five six seven eight nine ten.", "Word " * pretraining.STRETCH + "end."
     runs = list(pretraining.stretches(" ".join([sentence] * 9 + [long] + [sentence] * 9)))
     assert all(text == sentence for run in runs for text in run)
-    assert [len(run) for run in runs] == [6, 3, 6, 3]  # the long one is left out, and nothing reaches across it
+    assert [len(run) for run in runs] == [6, 3, 6, 3]  # the long sentence is left out, and no run crosses it
 
 
 @pytest.mark.slow
-def test_some_heads_look_at_neighbours_from_the_start():
+def test_some_heads_attend_to_neighbours_in_initial_weights():
     model = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=2, num_decoder_layers=2)
     params = pretraining.weights(model)
     offsets = np.arange(-20, 21)  # key - query
@@ -80,7 +80,7 @@ def test_some_heads_look_at_neighbours_from_the_start():
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path):
+def test_command_writes_weights_and_examples(tmp_path):
     numbered = [f"Number {i} begins. {DOCUMENTS[i % 5]}" for i in range(250)]
     lines = "".join(json.dumps({"source": text}) + "\n" for text in numbered)
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
@@ -90,7 +90,7 @@ def test_the_command(tmp_path):
     assert pretraining.main([*files, "--output", str(tmp_path / "out")]) == 0
     tokenizer = Tokenizer.load(tmp_path / "out" / "start" / "tokenizer")
     ids = tokenizer.encode("The Barn Owl; a vole.")
-    assert tokenizer.decode([*ids, 1, 0]) == "the barn owl; a vole."  # 0 and 1 are special: pad and eos, as T5's
+    assert tokenizer.decode([*ids, 1, 0]) == "the barn owl; a vole."  # 0 and 1 are pad and eos, as in T5
     assert min(ids) > 2
     (first, *rest), words = [value for _, value in read_file(str(tmp_path / "out" / "words.jsonl"))], set()
     for text in numbered:

@@ -1,4 +1,4 @@
-"""The dependency probes: their tasks against the rules that they state, and the command, without long training."""
+"""The dependency probes: tasks follow their rules, and the command works, without long training."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def test_no_repeats_is_independent_in_every_order() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_example_keeps_the_rule(kind: Kind) -> None:
+def test_every_example_follows_its_rule(kind: Kind) -> None:
     for example in examples(kind, "train", 200):
         items: dict[str, list[int]] = {}
         for letter, digit, column in map(list, example.source.split()):
@@ -86,20 +86,22 @@ def test_splits_share_no_source() -> None:
         train = [e.source for e in examples(kind, "train", probes.EXAMPLES["train"])]
         test = [e.source for e in examples(kind, "test", probes.EXAMPLES["test"])]
         assert not set(train) & set(test)
-        # Nor does the share that is kept for the test change what sources look like.
+        # The split does not change the distribution of sources.
         two = [sum(len(source.split()) == 8 for source in split) / len(split) for split in (train, test)]
         assert two == pytest.approx([0.5, 0.5], abs=0.1)
-    # The same on every machine: results of two machines may be put together.
+    # The examples are equal on every machine, so that results of two machines can be combined.
     assert test[0] == "d0w d1x d0y d0z b0w b2x b1y b0z c0w c1x c1y c1z"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_the_delay_that_suffices_is_the_grids(kind: Kind) -> None:
-    """Of two neighbouring rows: what is fed when the first total is generated, under the mask of `pipejax.grid`."""
+def test_least_sufficient_delay_follows_from_the_grid(kind: Kind) -> None:
+    """Checks the tokens that a row sees when its first total is generated, by the mask of `pipejax.grid`."""
 
     def suffices(delay: int) -> bool:
-        query = grid.start(1, delay) + 1  # the letter, which is the row's first token, is fed
-        needed = [grid.start(0, delay) + 1] if kind.order != "fixed" else []  # the letter above, to choose one's own
+        query = grid.start(1, delay) + 1  # feeds the letter, which is the row's first token
+        needed = (
+            [grid.start(0, delay) + 1] if kind.order != "fixed" else []
+        )  # the letter of the row above, from which the letter of this row follows
         if needed and not grid.visible(1, grid.start(1, delay), 0, needed[0]):
             return False
         carried = grid.start(0, delay) + 1 + kind.carry
@@ -109,7 +111,7 @@ def test_the_delay_that_suffices_is_the_grids(kind: Kind) -> None:
     assert all(suffices(delay) for delay in range(kind.delay, 9))
 
 
-def test_marks() -> None:
+def test_marks_of_correct_rows() -> None:
     ordered, free = BY_NAME["sorted"], BY_NAME["no_repeats"]
     gold = ["a 1", "b 2", "c 3"]
     assert marks(ordered, gold, gold) == [True, True, True]
@@ -130,7 +132,7 @@ KINDS_ARGUMENT = ["--kinds", "copy_end,no_repeats", "--delays", "2,1", "--seeds"
 
 
 def canned(monkeypatch, answers: Any = None) -> list[str]:
-    """No training, and right rows but for those that `answers` changes; returns what would have been trained."""
+    """Replaces training and decoding by correct rows, changed by `answers`; returns the names of trained runs."""
     trained: list[str] = []
 
     def fit(config, directory: Path) -> int:
@@ -182,7 +184,7 @@ def test_the_whole_grid_and_its_table(tmp_path, monkeypatch, capsys) -> None:
     assert [(cell["cell"], cell["rows"], cell["documents"]) for cell in wrong] == [("copy_end-delay1-seed1", 0, 0)]
     assert png.read_bytes().startswith(b"\x89PNG")
 
-    # Once more: nothing is trained, and the same comes out. Without one result, that one is trained.
+    # A repetition trains nothing and gives the same results. A missing result is trained again.
     trained.clear()
     assert probes.main(arguments) == 0
     assert trained == [] and capsys.readouterr().out == table
@@ -192,7 +194,7 @@ def test_the_whole_grid_and_its_table(tmp_path, monkeypatch, capsys) -> None:
     assert trained == ["no_repeats-delay2-seed1"]
 
 
-def test_other_settings_do_not_mix(tmp_path, monkeypatch) -> None:
+def test_results_of_other_settings_are_refused(tmp_path, monkeypatch) -> None:
     canned(monkeypatch)
     arguments = ["--kinds", "sorted", "--delays", "1", "--seeds", "1", "--workdir", str(tmp_path)]
     assert probes.main(arguments) == 0
@@ -232,7 +234,7 @@ def test_interrupted_run_resumes_without_repeating_finished_trainings(tmp_path, 
         (["--set", "train.step=3"], "train.step: unknown key (did you mean train.steps?)"),
     ],
 )
-def test_refusals_come_before_the_work(tmp_path, monkeypatch, arguments, message) -> None:
+def test_invalid_flags_are_refused_before_training(tmp_path, monkeypatch, arguments, message) -> None:
     trained = canned(monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
@@ -253,9 +255,9 @@ def test_a_few_steps_of_real_training(tmp_path, monkeypatch) -> None:
     assert result["examples"] == 8 and result["truncated"] == {"time_max": 8}
     used = json.loads((tmp_path / "copy_end-delay2-seed1" / "config.json").read_text())
     assert (used["grid"]["delay"], used["train"]["method"], used["train"]["seed"]) == (2, "pipelined", 1)
-    assert used["train"]["steps"] == 3  # of which this kind takes three for one
+    assert used["train"]["steps"] == 3  # this kind takes three steps for one
     assert list(probes.run_all([cell], base, tmp_path)) == [result]
-    # An untrained decoder is right nowhere; that the right rows are found right is the business of the tests above.
+    # An untrained decoder has no correct row; the tests above check that correct rows count as correct.
     assert result["rows"] == 0 and len(result["rows_by_place"]) == 3
 
 

@@ -1,4 +1,4 @@
-"""Prompt columns beside plain teacher-forced passes, in which a column is a token of its row."""
+"""Compares prompt columns with plain teacher-forced passes, in which a column is a token of its row."""
 
 import dataclasses
 from typing import Any
@@ -31,7 +31,7 @@ def laid_out(rows: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_columns_generate_what_tokens_at_their_places_generate(rows: Any) -> None:
+def test_logits_of_columns_equal_logits_of_tokens_at_their_places(rows: Any) -> None:
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     batch, module, tokens = laid_out(rows), MODEL.module(), [7, 10, 2]
     table = params["shared"]["embedding"]

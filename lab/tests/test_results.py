@@ -1,4 +1,4 @@
-"""The tables of the page of results: every file has one, with the command."""
+"""The tables of the page of results: every file has a table with its command."""
 
 import json
 
@@ -16,8 +16,8 @@ def test_every_file_has_a_table(name: str) -> None:
     assert name == "drafts.json" or "python -m lab." in rows[-2]
 
 
-def test_how_many_times_as_long() -> None:
-    """Of each answer the first system counts as one."""
+def test_table_has_times_relative_to_the_first_system() -> None:
+    """The factor of the first system is one for each answer."""
     found = [("8x14", "hf", 2.0, 1.0), ("8x14", "other", 5.0, 1.0), ("5x4", "hf", 4.0, 0.5)]
     given = [{"pattern": p, "system": s, "steps": 7, "decode_s": d, "encode_s": e} for p, s, d, e in found]
     assert [row.split(" | ")[-2:] for row in results.decoding(given)[2:5]] == [
@@ -27,8 +27,8 @@ def test_how_many_times_as_long() -> None:
     ]
 
 
-def test_the_most_memory_at_once() -> None:
-    """Weights of 5 and 7 MiB; the encoded source takes 2, the first cache 1, the second 4."""
+def test_table_has_the_peak_memory() -> None:
+    """Weights take 5 and 7 MiB, the encoded source 2, the first cache 1, and the second cache 4."""
     plans = {
         "encode, batch 1": (5, 2, 3, 0),
         "sequential, batch 1, 448 slots": (7 + 2, 1, 6, 0),
@@ -45,7 +45,7 @@ def test_the_most_memory_at_once() -> None:
 
 @pytest.mark.slow
 def test_choices_of_remat_are_current() -> None:
-    """The file has the estimates that `pipejax plan` has today."""
+    """The file has the present estimates of `pipejax plan`."""
     kept = json.loads((results.DIRECTORY / "remat.json").read_text(encoding="utf-8"))["results"]
     now = [row for name, training in cards.STEPS.items() for row in cards.rows(name, training)]
     assert [row | {"gib": pytest.approx(row["gib"])} for row in now] == kept
@@ -54,7 +54,7 @@ def test_choices_of_remat_are_current() -> None:
 
 
 def test_the_table_of_training_steps() -> None:
-    """A kernel that only one tree has leaves the other's cell empty."""
+    """The cell of a kernel is empty for a tree without this kernel."""
     attention = {"attention": "encoder", "kernel": "_attend", "by_loop": [44.7], "registers": 9, "spilled_bytes": 0}
     kinds = {"product": {"starts": 5, "bytes": 3e9}, "custom call __gpu$xla.gpu.triton": {"starts": 2, "bytes": 7e9}}
     old = {"target": "h100", "tree": "old", "starts": 15233, "small_starts": 4180, "moved": 362e9, "kinds": kinds}

@@ -1,4 +1,4 @@
-"""What weights in fewer bytes cost, as the experiment counts it, beside what `load` alone says."""
+"""The experiment with weights in fewer bytes: its figures follow from the records of `load`."""
 
 import json
 
@@ -27,12 +27,12 @@ CONFIG = Config(
 
 @pytest.mark.slow
 def test_cost_of_rounding_equals_difference_of_both_decodes(tokenizer_files, tmp_path, capsys, monkeypatch):
-    """The shares and means of the table, from records by `load` alone."""
-    monkeypatch.setattr(rounding, "use_threads", lambda count: None)  # the suite keeps its own
+    """Shares and means of the table equal those computed from records by `load`."""
+    monkeypatch.setattr(rounding, "use_threads", lambda count: None)  # the test process keeps its threads
     texts = [demo.examples("test")[i].source for i in range(5)]
     lines = [json.dumps({"id": str(i), "source": text, "targets": ["a"]}) + "\n" for i, text in enumerate(texts)]
     (tmp_path / "test.jsonl").write_text("".join(lines))
-    as_lines = change(CONFIG, data={"task": "demo"})  # whose own split is another one
+    as_lines = change(CONFIG, data={"task": "demo"})  # its test split differs from the file
     checkpoint.save_params(
         tmp_path / "run",
         as_lines,

@@ -1,4 +1,4 @@
-"""The tables of the paper: our results are in our columns, and the reported ones in the paper's columns."""
+"""The tables of the paper: our results are in our columns, and reported results in the paper's columns."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
 
 
 def lay(workdir, cell, split, *, right, seconds, strategy=None, steps=7.0, metric="spans", **more):
-    """An evaluation as `pipejax.offline.evaluation` writes it; the first `right` documents are right."""
+    """Writes an evaluation as `pipejax.offline.evaluation` does; the first `right` documents are correct."""
     way = Way(strategy or cell.objective, **more)
     run = workdir / cell.name
     path = evaluation(run, split, way)
@@ -47,14 +47,14 @@ def lay(workdir, cell, split, *, right, seconds, strategy=None, steps=7.0, metri
 
 
 def best(run, step):
-    """Weights, as a run keeps its best."""
+    """Writes weights as the best step of a run."""
     store = Store(run / "best", keep=1, writable=True)
     config = dataclasses.replace(CONFIG, model=None)  # no T5 has such parameters
     assert store.save(step, {"params": {"a": jnp.full(3, float(step))}}, config=config, wait=True) and store.close()
 
 
 def cells_of(text, title, *start):
-    """The cells of the one line that begins so in the table of that title."""
+    """The cells of the only line that begins with `start` in the table with this title."""
     (part,) = [part for part in text.split("\n## ") if part.startswith(title)]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
     (found,) = [line for line in lines if tuple(line[: len(start)]) == start]
@@ -86,7 +86,7 @@ def test_table_shows_our_scores_beside_the_papers(collected):
     place = {title: i for i, title in enumerate(head) if title != "paper"}
     scores = json.loads((collected / "results.json").read_text())["results"]
     ours = next(r for r in scores if (r["objective"], r["split"], r["dtype"]) == ("pipelined", "test", "float32"))
-    # By hand: five documents of two rows are right, of 54 gold and 10 + 15 predicted rows.
+    # By hand: five documents of two rows are correct, of 54 gold rows and 10 + 15 predicted rows.
     assert ours["em_f1"] == pytest.approx(100 * 2 * 10 / (54 + 25))
     assert line[place["test EM"]] == f"{ours['em_f1']:.1f}" and line[place["test EM"] + 1] == "71.5"
     assert line[place["dev PM"] + 1] == "85.2" and line[place["test PM"] + 1] == "84.3"
@@ -94,7 +94,7 @@ def test_table_shows_our_scores_beside_the_papers(collected):
     assert line[place["documents"]] == "20"
     assert line[place["peak memory"]] == "3 M" and line[place["peak memory"] + 1] == "1,798 M"
     gap = cells_of(text, "Table 2", "", "", "gap")[place["test EM"]]
-    assert gap.startswith("-") and " to -" in gap  # half of the right ones are lost: surely worse
+    assert gap.startswith("-") and " to -" in gap  # half of the correct rows are lost, which is significant
     assert "nothing measured" in text.lower()  # Tables 1, 3 and 5
     assert cells_of(text, "Models", "MSQA", "base", "sequential", "sequential-4-beams")[7] == "1.25"
     assert cells_of(text, "Models", "MSQA", "base", "pipelined", "sequential")[6:8] == ["9.0", "2.50"]
@@ -105,7 +105,9 @@ def test_a_line_for_each_dtype_and_for_the_bounds_as_printed(collected):
     text = (collected / "tables.md").read_text()
     head = cells_of(text, "Table 2", "data set", "model", "decoder")
     line = dict(zip(head, cells_of(text, "Table 2", "MSQA", "base", "pipelined", "bfloat16"), strict=True))
-    assert line["examples/s"] == "10.0" and line["paper"] == "–"  # no sequential one to compare; theirs was float32
+    assert (
+        line["examples/s"] == "10.0" and line["paper"] == "–"
+    )  # no sequential line to compare with; the paper's figures are for float32
     head = cells_of(text, "Table 4", "data set", "model", "decoder")
     line = cells_of(text, "Table 4", "PubMed", "base", "pipelined, as printed (50/20)", "float32")
     place = {title: i for i, title in enumerate(head) if title != "paper"}
@@ -119,7 +121,10 @@ def test_the_ways_of_a_model():
     assert names == ["pipelined-float32", "pipelined-50x20-float32", "pipelined-bfloat16"]
     printed = Way("pipelined", printed=True)
     assert {"grid.time_max=50", "grid.sub_max=20", "decode.dtype=float32"} < set(printed.settings)
-    for cell in (Cell("msqa", "base", "pipelined"), Cell("pubmed", "base", "sequential")):  # printed bounds, and none
+    for cell in (
+        Cell("msqa", "base", "pipelined"),
+        Cell("pubmed", "base", "sequential"),
+    ):  # a config with the paper's bounds, and a method without bounds
         assert ways_of(cell, DTYPES) == [Way(cell.objective), Way(cell.objective, dtype="bfloat16")]
 
 
@@ -130,7 +135,7 @@ def test_pictures(collected):
 
 
 def test_reported_numbers_of_the_paper_are_consistent():
-    """What the paper says twice: Table 5 repeats Table 4, and speed-ups are ratios of the rates beside them."""
+    """The paper prints some numbers twice: Table 5 repeats Table 4, and speed-ups are ratios of the printed rates."""
     for task in paper.TABLES[4]:
         assert paper.TABLE_5[task, 1].scores["test"] == paper.REPORTED[task, "base", "pipelined"].scores["test"]
     for (task, size), ratio in paper.SPEED_UPS.items():
@@ -146,7 +151,7 @@ def test_resumed_run_is_not_read(tmp_path, said):
     best(tmp_path / cell.name, 2)
     assert read(cell, tmp_path, "test", Way("sequential")) is None
     assert "evaluates other weights than" in said[0]
-    assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"))  # a copy is as good
+    assert read(cell, tmp_path / "elsewhere", "test", Way("sequential"))  # a copy of the run is read
 
 
 @pytest.mark.long
@@ -182,12 +187,12 @@ def test_missing_cells_are_trained_and_evaluated(tmp_path, monkeypatch, said):
         (["--run", "--set", "train.nonsense=1"], r"train\.nonsense: unknown key"),
     ],
 )
-def test_refusals(flags, message, tmp_path):
+def test_invalid_flags_are_refused(flags, message, tmp_path):
     with pytest.raises(UserError, match=message):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), *flags])
 
 
-def test_predictions_of_other_documents(tmp_path):
+def test_predictions_of_other_documents_are_refused(tmp_path):
     sequential, pipelined = (Cell("msqa", "base", objective) for objective in ("sequential", "pipelined"))
     for cell in (sequential, pipelined):
         lay(tmp_path, cell, "test", right=3, seconds=1.0)
@@ -200,8 +205,8 @@ def test_predictions_of_other_documents(tmp_path):
         command.main(["--output", str(tmp_path / "out"), "--workdir", str(tmp_path), "--tasks", "msqa"])
 
 
-def test_the_bounds_are_counted(tmp_path, tokenizer_files, monkeypatch, capsys):
-    """Of answers by hand: 3 rows of which one is longer than 50 steps, and 21 rows."""
+def test_effects_of_bounds_are_counted(tmp_path, tokenizer_files, monkeypatch, capsys):
+    """Two hand-made answers: one of 3 rows, one of them longer than 50 steps, and one of 21 rows."""
     file = tmp_path / "msqa.jsonl"
     answers = [["the cat", "the dog " * 60, "the end"], ["the cat"] * 21]
     lines = [{"id": str(i), "source": "the cat", "targets": rows} for i, rows in enumerate(answers)]
@@ -218,7 +223,7 @@ def test_the_bounds_are_counted(tmp_path, tokenizer_files, monkeypatch, capsys):
     assert (own["time_max"], printed["time_max"], printed["cut"], printed["answers"]) == (256, 50, 100.0, 2)
     assert printed["kept"] == pytest.approx(100 * sum(map(sum, kept)) / sum(map(sum, lengths)))
     steps = [50, max(i + length + 1 for i, length in enumerate(lengths[1][:20]))]
-    assert printed["bounded_ratio"] == pytest.approx((sum(map(sum, lengths)) + 2) / sum(steps))  # " " parts no rows
+    assert printed["bounded_ratio"] == pytest.approx((sum(map(sum, lengths)) + 2) / sum(steps))  # " " separates no rows
     assert printed["kept_ratio"] == pytest.approx((sum(map(sum, kept)) + 2) / sum(steps))
     assert f"| as printed (50/20) | 100.0 | {printed['kept']:.1f} |" in capsys.readouterr().out
     flags = ["--output", str(tmp_path / "tables"), "--workdir", str(tmp_path), "--tasks", "pubmed"]
