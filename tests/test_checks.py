@@ -537,6 +537,15 @@ class AlwaysDropout(t5.T5):
         return super().logits(hidden * (1 - self.dropout))
 
 
+class OtherDropoutWithDots(t5.Decoder):
+    """With one kind of remat the masks of dropout differ."""
+
+    def run(self, x: Any, *given: Any, deterministic: bool) -> Any:
+        if self.remat == "dots":
+            self.drop(x, deterministic=deterministic)  # later calls draw other seeds
+        return super().run(x, *given, deterministic=deterministic)
+
+
 class CausalSteps(t5.Decoder):
     """A query of a step does not see the later queries of the step, though the mask says so."""
 
@@ -611,6 +620,7 @@ BROKEN_BACKBONES: dict[str, tuple[Piece, str]] = {
     "another gradient with remat": (backbone(OtherWithDots), "remat"),
     "dropout that is ignored": (backbone(base=NoDropout), "dropout"),
     "dropout that is never off": (backbone(base=AlwaysDropout), "dropout"),
+    "other dropout with remat": (backbone(OtherDropoutWithDots), "dropout"),
     "blocks without rows and times": (
         in_blocks(lambda slots: dataclasses.replace(slots, row=None, time=None)),
         "attention in blocks",

@@ -143,7 +143,9 @@ def test_a_chosen_configuration_that_fails_later_is_replaced(
             assert table.decode(SHORT, (GRAPH,), device, Report()).tokens[0, 0, 0] == 5
         assert device.count == {GRAPH: 1, DEFAULT: 2} and table.find(SHORT) == DEFAULT
         assert [*(cache / "verdicts").iterdir()] == []
-    wanted = f"warning: decoding configuration: {DEFAULT}, because {GRAPH} failed (RuntimeError: cannot capture)"
+    wanted = (
+        f"warning: decoding configuration: {GRAPH} failed (RuntimeError: cannot capture); {DEFAULT} is used from now on"
+    )
     assert said.count(wanted) == 2
 
 

@@ -60,7 +60,7 @@ def test_commands_report_ignored_variables():
     text = "from pipejax.system import cli; cli.run(lambda argv: 0)"
     assert python(text, JAX_ENABLE_X64="Off", JAX_THREEFRY_PARTITIONABLE="yes").stderr == ""
     said = python(text, JAX_ENABLE_X64="1").stderr
-    assert said == "JAX_ENABLE_X64=1: ignored, because results depend on it\n"
+    assert said == "JAX_ENABLE_X64=1: ignored, because it would change results\n"
 
 
 def test_a_program_is_warned(tmp_path):

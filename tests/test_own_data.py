@@ -344,7 +344,7 @@ def test_rows_that_are_lost_in_a_quote_are_refused(first, last, between, tmp_pat
     for skip in (False, True):
         message = refusal(tmp_path, content, "a.csv", skip_bad=skip, **TARGETS)
         assert "a.csv:14: found a quoted cell that seems to contain rows in lines 14 to 1990" in message
-        assert "data.csv_quotes: letters" in message
+        assert "data.csv_quotes=letters" in message
     if "é" in last[1]:
         return
     found = read(tmp_path, content, "a.csv", csv_quotes="letters", **TARGETS)
@@ -539,7 +539,7 @@ def test_examples_without_an_answer(tmp_path, tokenizer, said):
     examples = [Example(str(i), "x", tuple(row), f"a.jsonl:{i}") for i, row in enumerate(rows)]
     found = "3 of 6 training examples have no answer"
     assert answered(examples, tokenizer, "keep") == examples
-    assert said == [f"{found}, such as a.jsonl:1; they teach the model to write nothing (data.empty_targets = keep)"]
+    assert said == [f"{found}, such as a.jsonl:1; they teach the model to generate no rows (data.empty_targets = keep)"]
     said.clear()
     assert [e.id for e in answered(examples, tokenizer, "skip")] == ["0", "4", "5"]
     assert said == [f"{found}, such as a.jsonl:1; they are left out (data.empty_targets = skip)"]

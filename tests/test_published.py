@@ -225,7 +225,7 @@ def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
         ("msqa", {"valid.json": '{"data": [{"id": "a"},]}'}, ['valid.json:1: record 1: found no "question"']),
         ("msqa", {"valid.json": wrapped(MSQA, 3)}, ["valid.json:1: record 2: found the number 3"]),
         ("msqa", {"valid.json": wrapped(MSQA)[:-2]}, ["valid.json:1: record 1: found no comma or ]"]),
-        ("msqa", {"valid.json": "[]\n[]"}, ["valid.json: found '[]' after the array; expected nothing"]),
+        ("msqa", {"valid.json": "[]\n[]"}, ["valid.json: found '[]' after the array; expected the end of the file"]),
         ("msqa", {"valid.json": wrapped(MSQA, MSQA)}, ["record 2", "found 'a' again", "valid.json:1: record 1"]),
         ("msqa", {"valid.json": wrapped(MSQA | {"label": ["B"]})}, ['"label": found 1 labels for 6 words']),
         ("msqa", {"valid.json": wrapped(MSQA | {"label": list("OIOOOO")})}, ["found 'I' after 'O'"]),

@@ -206,8 +206,8 @@ def test_a_run_keeps_the_shapes_that_its_first_steps_chose(tmp_path, said):
     """More steps would be worth more shapes, and other ones would change what was learned."""
     config = change(ON_ONE, train={"steps": 1, "shapes": 9, "evaluate_examples": 8})
     assert fit(config, tmp_path) == 0
-    line = "all batches are padded to one shape (1 at first); each is compiled once, when it first comes"
-    assert f"{line}; a further one is not worth its compiling in 1 steps" in said
+    line = "all batches are padded to one shape; a shape is compiled once, before its first step"
+    assert f"{line}; a further shape would not save its time of compilation in 1 steps" in said
     said.clear()
     assert fit(change(config, train={"steps": 2}), tmp_path) == 0
     assert line in said
@@ -215,18 +215,19 @@ def test_a_run_keeps_the_shapes_that_its_first_steps_chose(tmp_path, said):
     assert kept[0] == kept[1] and len(kept[0]["pairs"]) == 1
 
 
-@pytest.mark.parametrize("step, count, told", [(0, 2, True), (0, 9, False), (4, 2, False)])
-def test_number_of_shapes_is_logged_with_its_reason(said, step, count, told):
-    """After a pause not why: they are those of the run, whatever it was asked for then."""
+@pytest.mark.parametrize(
+    "step, count, shapes, told",
+    [(0, 2, "2 shapes", True), (0, 9, "7 shapes (one of 4 at first)", False), (4, 2, "2 shapes", False)],
+)
+def test_number_of_shapes_is_logged_with_its_reason(said, step, count, shapes, told):
+    """A resumed run logs no reason, because it keeps its shapes whatever train.shapes is."""
     run = mock.MagicMock(step=step, config=change(CONFIG, train={"shapes": 9, "steps": 30}))
     run.state.params, run.trainer.trained.return_value = {}, {}
     run.shapes = Shapes((8,), ((8, 8),) * count, (8, 8), (8.0, 8.0))
     loop.Run._log_model_and_batches(run, 406)
-    line = (
-        f"batches are padded to one of {min(count, 7)} shapes ({min(count, 4)} at first); each is compiled once, when"
-    )
-    why = "; a further one is not worth its compiling in 30 steps" if told else ""
-    assert said[-1] == f"{line} it first comes{why}"
+    line = f"batches are padded to one of {shapes}; a shape is compiled once, before its first step"
+    why = "; a further shape would not save its time of compilation in 30 steps" if told else ""
+    assert said[-1] == f"{line}{why}"
 
 
 def test_evaluations_are_bounded_by_their_targets(tokenizer):

@@ -379,7 +379,9 @@ def check(config: Config, *, where: str) -> None:
             )
         bare = [bare_name(name) for name in grid.row_names]
         if names and bare != [*columns] and {*bare} == {*columns}:
-            refuse("grid.row_names", f"another order than data.targets = {list(columns)}", "the same, or no names")
+            refuse(
+                "grid.row_names", f"another order than data.targets = {list(columns)}", "the same order, or no names"
+            )
     if grid.delay == 0 and len({*grid.row_names}) < names:
         refuse("grid.row_names", "a name twice", "different names, since grid.delay = 0")
     if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":

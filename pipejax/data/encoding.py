@@ -82,7 +82,7 @@ def answered(
         raise UserError(first, found=f"no answer ({found})", expected="an answer, because data.empty_targets = refuse")
     if empty == "skip" and not kept:
         raise UserError("data.empty_targets", found=f"skip, but {found}", expected="examples with an answer")
-    becomes = "are left out" if empty == "skip" else "teach the model to write nothing"
+    becomes = "are left out" if empty == "skip" else "teach the model to generate no rows"
     logger.info(f"{found}, such as {first}; they {becomes} (data.empty_targets = {empty})")
     return kept if empty == "skip" else examples
 

@@ -233,7 +233,7 @@ class TextTable:
                     f"{self.where}:{lost[0]}",
                     found=f"a quoted cell that seems to contain rows{_span(*lost)}",
                     expected="a cell that ends in its row",
-                    hint="data.csv_quotes: letters reads quotes as text, quote accepts the cell",
+                    hint="data.csv_quotes=letters reads quotes as text; data.csv_quotes=quote accepts the cell",
                 )
             elif broken and not isinstance(cells, _Lost):
                 # After an unclosed quote, the following lines are not rows any more.

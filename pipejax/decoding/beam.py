@@ -49,7 +49,7 @@ class Beam(Plain):
 
     @property
     def candidates(self) -> int:
-        """M = K (1 + E) with E end tokens: of M continuations at least K have no end token."""
+        """M = K (1 + E) with E end tokens, so at least K of M continuations have no end token."""
         return self.beams * (1 + len(ends_of(self)))
 
     @property

@@ -1,8 +1,8 @@
 """Chooses tokens from logits: greedily, by sampling, or after rules have changed the logits. Used for all strategies.
 
-Strategies take the token with the highest logit; `choose_tokens` replaces it as `DecodingOptions` describe. The random
-number of a sample depends only on the seed and on the coordinates on the grid. So a sample does not depend on the other
-examples of the batch, and is the same with drafts: a drafted token is accepted if it equals the sample.
+A strategy chooses the token with the highest logit; `choose_tokens` replaces this choice as `DecodingOptions` describe.
+The random number of a sample depends only on the seed and on the coordinates on the grid. So a sample does not depend
+on the other examples of the batch, and is the same with drafts: a drafted token is accepted if it equals the sample.
 
 Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
 """
@@ -23,7 +23,7 @@ from pipejax.grid import Numbers
 from pipejax.system import Tree
 
 Array = jax.Array
-BLOCK = 256  # tokens whose weights `_find` sums together
+BLOCK = 256  # the number of tokens in a block of `_find`
 
 
 @flax.struct.dataclass

@@ -98,7 +98,7 @@ class Carry:
     state: Tree  # the state of the strategy
     query: Query  # the queries of the next step
     size: Array  # i32 scalar, index into `Sizes.query_counts` of the smallest size that suffices for `query`
-    used: Array  # i32 [B|1], number of used slots: of each example, or of the batch if its examples share slots
+    used: Array  # i32 [B|1], number of used slots: of each example, or of the batch if examples share slots
     filled: Filled  # the coordinates of the slots
     cache: Tree  # the cache of the model
     log_probs: Array | None = None  # f32 [B, R, W], as in `Decoded`
@@ -244,8 +244,8 @@ def decode(
 class _Loop:
     """The loops of `decode`. In its methods `size` is an index into `Sizes.query_counts`.
 
-    The outer loop, whose body is `run_all_sizes`, continues while `can_continue`. Its body is a sequence of inner
-    loops, one for each size, in ascending order. An inner loop runs while the next step needs exactly its size. A
+    The outer loop, whose body is `run_all_sizes`, continues while `can_continue` is True. Its body is a sequence of
+    inner loops, one for each size, in ascending order. An inner loop runs while the next step needs exactly its size. A
     decode whose steps grow and then shrink thus takes few iterations of the outer loop.
     """
 
@@ -387,7 +387,7 @@ def refill(
     Args:
       strategy: the strategy.
       carry: the carry of a batch whose examples count their slots separately (`apart` of `begin`).
-      begins: bool [B], the examples to begin.
+      begins: bool [B], the examples that begin anew, with the sources now at their places.
       ends: bool [B], the examples to stop.
       sizes: as for `decode`.
       options: as for `decode`; the options of all examples, including the new examples.
@@ -403,8 +403,8 @@ def refill(
         return put(new, old) if len(new) == len(begins) else new
 
     def begin_anew(old: tuple[Tree, Query]) -> tuple[Tree, Query]:
-        # The query writes to the cache of a drafter, which has no axis B: the first tokens of the examples that begin,
-        # and, in free slots, drafts of the running examples.
+        # The query writes to the cache of a drafter, which has no axis B: to the slots of the examples that begin, and
+        # to free slots, where it writes drafts of the running examples.
         state = jax.tree.map(put, strategy.init(len(begins), source), old[0])
         found: tuple[Tree, Query] = jax.tree.map(put_queried, strategy.query(state), old)
         return found

@@ -87,7 +87,7 @@ def append_forced(tokens: Array, length: Array, forced: Array, count: Array) -> 
 
 
 def after_forced(drafted: Array, begin: Array, forced: Array, count: Array) -> Array:
-    """i32 [B, R, C], the drafts of rows: drafted tokens, with forced tokens in the first `count` places.
+    """i32 [B, R, C], the drafts of rows: `count` forced tokens, then drafted tokens.
 
     Args:
       drafted: i32 [B, R, D], tokens for the places from `begin` on.

@@ -1,9 +1,9 @@
 """The rule against repetition: a penalty for tokens that an answer already has, and a ban on repeated n-grams.
 
 The penalty and the ban are defined as in transformers' `generate` (`RepetitionPenaltyLogitsProcessor`,
-`NoRepeatNGramLogitsProcessor`), where the tokens of an answer include its bos. On a grid a row sees its own tokens and,
-unless only the row counts, the tokens of the rows above that `grid.visible` shows to it. An n-gram lies within one row;
-the bos of a row counts only in this row.
+`NoRepeatNGramLogitsProcessor`), where the tokens of an answer include its bos. On a grid the tokens that count are
+those of the row itself and, unless `by_row` is set, the tokens of the rows above that the row sees by `grid.visible`.
+An n-gram lies within one row; the bos of a row counts only in this row.
 
 Some tokens are exempt: the given beginning of a row, such as its name, and the separators of a sequential answer.
 Exempt tokens are not penalised, and n-grams that contain them may be repeated.
@@ -29,7 +29,7 @@ History = tuple[Array, Array]  # tokens i32 [N, M, H], and bool of the same shap
 class Repetition(Rule):
     """Divides the positive logits of repeated tokens by a penalty, and forbids tokens that would repeat an n-gram."""
 
-    penalty: Array | np.ndarray  # f32 [B], 1: none; negative logits are multiplied by it
+    penalty: Array | np.ndarray  # f32 [B], divides positive logits and multiplies negative ones; 1: no penalty
     ngram: Array | np.ndarray  # i32 [B], the length n of n-grams that occur only once; 0: all may occur again
     given: Array | np.ndarray  # i32 [B, R], the number of first tokens of each row that are exempt
     bos: int = flax.struct.field(pytree_node=False)

@@ -29,7 +29,7 @@ class RowState:
     length: Array  # i32 [B, R], number of generated tokens
     last: Array  # i32 [B, R], the newest token of each row; bos if none is generated
     ended: Array  # bool [B, R], True once an end token of the row is generated
-    retired: Array  # bool [B, R], True once this end token is fed as well
+    retired: Array  # bool [B, R], True once this end token is fed, so that later rows can see it
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
     done: Array  # bool [B]
     # i32 [B], the time at which the answer is known to repeat itself, or NEVER: see `Rows.find_circle`. The field is
@@ -61,7 +61,7 @@ class Rows(Plain):
 
     @property
     def rows(self) -> int:
-        """R, the number of rows that start before time runs out."""
+        """R, the largest number of rows: at most `sub_max`, and only rows that start before `time_max`."""
         return grid.count_rows(self.delay, self.time_max, self.sub_max)
 
     @property
@@ -102,8 +102,8 @@ class Rows(Plain):
 
     def find_open(self, state: RowState) -> Array:
         """bool [B, R], the open rows: started, not ended, with time left, in examples that are not done."""
-        # This is an integer comparison, because LLVM cannot compile the vector of flags that `& ~done[:, None]` becomes
-        # for AVX-512.
+        # This is an integer comparison, because LLVM cannot compile `& ~done[:, None]` for AVX-512, where it becomes a
+        # vector of flags.
         begun = jnp.where(state.done, 0, state.started)
         in_time = self.first + state.length < self.time_max
         return (jnp.arange(self.rows) < begun[:, None]) & ~state.ended & in_time

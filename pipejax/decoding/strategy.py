@@ -44,8 +44,8 @@ class SourceIds:
 class Decoded:
     """The result of a strategy: rows of tokens without bos and eos.
 
-    If an example is decoded in two different batches, the last digits of `log_probs` may differ, and with drafts also
-    `calls` and `trace`. Tokens differ only if two tokens are equally likely up to rounding.
+    In different batches the last digits of an example's `log_probs` may differ, and with drafts also `calls` and
+    `trace`. Its tokens differ only if two tokens are equally likely up to rounding.
     """
 
     tokens: Array  # i32 [B, R, W], R rows, W the length of the longest; undefined beyond `lengths`
@@ -56,7 +56,7 @@ class Decoded:
     log_probs: Array | None = (
         None  # f32 [B, R, W], of the token generated at each row and time, if `DecodingOptions.scores`
     )
-    trace: Trace | None = None  # the fate of drafts, if `Drafts.trace`
+    trace: Trace | None = None  # the drafted and accepted tokens of each call, if `Drafts.trace`
 
 
 class Model(Protocol[Cache]):
@@ -95,11 +95,11 @@ class Stepper(Protocol):
 
     @property
     def queries(self) -> tuple[int, ...] | None:
-        """The query counts, numbers of live queries in a batch's step, to compile for; None: the device's."""
+        """The numbers of queries in a batch's step for which loops are compiled; None: the default of the device."""
 
     @property
     def slots(self) -> int:
-        """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
+        """The most slots that a batch can fill: the sum over steps of the largest number of queries of an example."""
 
     @property
     def drafter(self) -> Any:

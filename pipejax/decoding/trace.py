@@ -20,14 +20,14 @@ class Trace:
     drafted: Array  # i32 [B, C, R, D], tokens; undefined beyond `count`
     count: Array  # i32 [B, C, R], number of drafted tokens that were fed; -1 if the row had no query
     accepted: Array  # i32 [B, C, R], number of accepted tokens
-    written: Array  # i32 [B, C, R], number of tokens that the row gained, the model's own one included
+    written: Array  # i32 [B, C, R], number of tokens appended to the row: the accepted ones and one of the model
 
 
 class Asked(NamedTuple):
     """A row in a call."""
 
     row: int
-    written: int  # number of tokens gained: the accepted ones, and one of the model unless an accepted token ended it
+    written: int  # number of appended tokens: the accepted ones, and one of the model unless the row ended before
     accepted: int  # number of accepted tokens, the first of `drafted`; 0 for a row that could not begin yet
     drafted: list[int]
 

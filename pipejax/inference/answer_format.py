@@ -36,23 +36,23 @@ class FormatRow:
 
     name: str
     beginning: tuple[int, ...]  # the first tokens of the row
-    value: Callable[[str], object]  # the value that the text of the row, without its beginning, stands for
+    value: Callable[[str], object]  # maps the text of the row, without its beginning, to its value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnswerFormat(abc.ABC):
-    """A format for one tokenizer, and for rows that are named in one way. Two formats are equal only if identical."""
+    """A format, compiled for a tokenizer and for names of rows. Two formats are equal only if they are one object."""
 
     label: ClassVar[str] = "an answer format"  # the kind of format in messages, with its article
 
     where: str  # the place of the format in messages: a file, or the name of an argument
-    text: str  # the definition of the format: answers by the same text have the same format
+    text: str  # the definition of the format; equal texts define the same format
     names: tuple[str, ...]  # the names of the rows, in the order in which the text of an answer contains them
     rows: tuple[FormatRow, ...]  # the rows, in the order of the grid
 
     @property
     def prefixes(self) -> RowPrefixes:
-        """Returns the known part of the rows of an answer: their number and beginnings."""
+        """Returns what is known of the rows before decoding: their number and beginnings."""
         return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 
     @functools.cached_property

@@ -44,17 +44,17 @@ Array = jax.Array
 class Reading(NamedTuple):
     """The fixed cost of a decoder call, in units of the cost of one column (query), by the dtype of the weights.
 
-    On a CPU, reading the weights takes a fixed time per call, which this expresses as a number of columns.
+    On a CPU, reading the weights takes a fixed time per call. The fields express this time as a number of columns.
     """
 
     float32: float
     bfloat16: float
     int8: float
-    cached: float  # if the processor's cache holds the weights: the time between calls and between their parts
+    cached: float  # the fixed cost if the processor's cache holds the weights: the time between calls
 
 
 Compute = Callable[..., Tree]  # calls a function of a tree with static options, compiled or not
-CACHE = 32e6  # bytes; smaller weights stay in the cache of a CPU: see `Reading`
+CACHE = 32e6  # bytes; smaller weights are assumed to stay in the cache of a CPU: see `Reading.cached`
 
 
 @flax.struct.dataclass
@@ -72,7 +72,7 @@ def call(function: Compute, *arguments: Tree, **options: object) -> Tree:
 
 
 def _prepare_part(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
-    """Calls the backend's method named `part` with merged parameters. Defined in the module, so that jit caches it.
+    """Calls the backend's method named `part` with merged parameters. Not a closure, so that jit caches it.
 
     The parameters are converted to float32, except int8 parameters that remain int8, because rounding these again would
     change nothing.
@@ -173,7 +173,7 @@ class Backend:
 
     @property
     def without_kernels(self) -> "Backend":
-        """The backend that reads the same `Ready.decoding` and computes steps with XLA alone; often this one."""
+        """The backend that reads the same `Ready.decoding` and computes steps with XLA alone; by default itself."""
         return self
 
     def listen(self, count: Array, switch: Array) -> Array:

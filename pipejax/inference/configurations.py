@@ -137,7 +137,9 @@ class ConfigurationTable:
         except Exception as error:  # compilers and CUDA raise errors of many types
             if configuration == DEFAULT:
                 raise
-            logger.warning(f"{trial.name}: {DEFAULT}, because {configuration} failed ({described_error(error)})")
+            logger.warning(
+                f"{trial.name}: {configuration} failed ({described_error(error)}); {DEFAULT} is used from now on"
+            )
         trial.forget()
         self._chosen[key] = self._of_kind[shape.kind] = DEFAULT
         return run(DEFAULT)

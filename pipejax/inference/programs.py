@@ -53,16 +53,16 @@ logger = logging.getLogger(__name__)
 
 SLOTS = (160, *(448 << i for i in range(16)))  # cache sizes, in slots
 # On a GPU the host controls the loop: to read the condition, the host waits after each iteration until all kernels have
-# ended, which at batch 1 takes half as long as a step of T5-Base. More steps per iteration save more of this time, but
-# waste more steps at the end of a decode; for answers of 10 to 30 steps, about four steps are fastest. On CPUs and TPUs
-# reading the condition costs nothing.
+# ended, which at batch 1 takes half as long as a step of T5-Base. With more steps per iteration the host waits less
+# often, but more steps are computed in vain at the end of a decode; for answers of 10 to 30 steps, about four steps are
+# fastest. On CPUs and TPUs reading the condition costs nothing.
 ITERATION_STEPS = {"gpu": 4, "cuda": 4}
 # Larger batches are slower on a CPU: eight examples suffice to share the reading of the weights, attention is padded to
 # the example with the most live rows, and steps continue until the longest answer ends.
 CPU_BATCH = 8
 # On a GPU, results of at most this number of bytes on each device are written to the memory of the previous results.
 # XLA records a CUDA graph anew if an address of its arguments or results has changed, which takes milliseconds. Decodes
-# with larger results take much longer, and their memory is needed for other things.
+# with larger results take much longer anyway, and their memory should remain free for other arrays.
 REUSED = 2**28
 
 

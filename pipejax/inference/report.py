@@ -21,7 +21,7 @@ class Report:
     shapes: int = 0  # compiled programs
     steps: int = 0
     calls: int = 0  # decoder calls
-    # Ideal steps of the other method for the same rows, without limits; None: the rows are unknown.
+    # The steps that the other method would take for the same rows, without limits; None: the rows are unknown.
     other_steps: int | None = 0
     cut_sources: int = 0
     repeated: int = 0  # rows left out because they repeat an earlier one
@@ -40,7 +40,7 @@ class Report:
         return found
 
     def summary(self, method: Method) -> JsonObject:
-        """Returns means and counts. Of the two step counts, one is measured and the other ideal for the same rows."""
+        """Returns means and counts. The steps of `method` are measured, those of the other method are ideal."""
         count = max(self.examples, 1)
         own, other = self.steps / count, self.other_steps / count if self.other_steps else None
         both = (method.name, own), (method.baseline, other)
@@ -59,7 +59,7 @@ class Report:
         }
 
     def lines(self, method: Method) -> list[str]:
-        """Returns the summary as lines for people."""
+        """Returns the summary as lines of text."""
         s = self.summary(method)
         slow, fast = (key.removesuffix("_steps") for key in s if key.endswith("_steps"))
         ratio = s["step_ratio"] and (

@@ -52,7 +52,7 @@ class StepKind(enum.IntEnum):
 
     TOKENS = 0  # the most likely tokens
     LOGITS = 1  # sampled tokens, or log-probabilities
-    REPETITION = 2  # tokens after the rule against repetition
+    REPETITION = 2  # tokens chosen with the rule against repetition
 
     @classmethod
     def of(cls, sampling: Sampling, log_probs: bool) -> "StepKind":
@@ -131,7 +131,7 @@ class RunningBatch:
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
         self._waits = compiled is None
-        self.lacks: Needs = {}  # programs of a larger cache that the last `advance` needed and that are not compiled
+        self.lacks: Needs = {}  # programs that the last `advance` needed for a larger cache, and that are not compiled
         self._adapter: int | None = None  # the adapter of the latest source
         self.clear()
 

@@ -10,7 +10,7 @@ from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import shown_value
 from pipejax.system.strict_json import JsonMapping
 
-# The settings of a call by their short names; and those among them that require opening the checkpoint again.
+# The settings that a call accepts, by their short names, and the settings that only opening the checkpoint can change.
 NAMES = {
     field.name: f"{section}.{field.name}"
     for section, settings in (("decode", DecodeConfig), ("grid", GridConfig))

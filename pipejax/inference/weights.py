@@ -74,7 +74,8 @@ def as_matrix(part: Tree, weights: str, dtype: DTypeLike) -> Matrix:
 def join(*matrices: Matrix) -> Matrix:
     """Concatenates matrices with the same inputs, each already laid out.
 
-    XLA would transpose a concatenation of matrices element by element, so they are laid out first.
+    XLA would transpose a concatenation of matrices element by element, so the matrices are laid out before this
+    function.
     """
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *matrices)
 

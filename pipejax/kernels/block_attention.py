@@ -52,7 +52,7 @@ Kept = tuple[Projections, Seen, Lines | None, Array, Array]  # arguments and res
 LOWEST = -1e30  # lower than every score; finite, so that differences with it are not NaN
 TOLERANCE = 0.05  # the largest accepted value of `difference`; the rounding of bfloat16 causes about 0.01
 BLOCK = 64  # queries or keys of a block; the tensor cores of a Hopper GPU need at least this number
-BACKWARD_BLOCK = 32  # the size of blocks in the loops of backward kernels; 64 exceeds the registers of an Ada GPU
+BACKWARD_BLOCK = 32  # the size of blocks in the loops of backward kernels; more would exceed an Ada GPU's registers
 GROUP = 8  # buckets whose sums fit into the registers of a program
 NOWHERE = 2**30  # greater than every example, row, time and group
 

@@ -7,7 +7,7 @@ writes the new keys and values. A step with a single query (sequential decoding 
 which are faster in this case. The results differ from XLA's in the last bits: sums are computed in another order, and
 fewer intermediate results are rounded.
 
-The kernels read arrays by rows, so each query is a row of their arguments. `StepDecoder` has queries as columns, so
+The kernels read arrays by rows, so each query is a row of their arguments. In `StepDecoder` each query is a column, so
 arguments and results are transposed; between two kernels XLA removes both transpositions.
 
 Shapes: O outputs, I inputs, N queries of a step, B batch, Q queries of an example, H heads, K head width, C slots of a

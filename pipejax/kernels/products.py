@@ -36,7 +36,7 @@ from pipejax.system import Tree
 
 Array = jax.Array
 MANY = 2**15  # the least number of outputs of a head for which bounds are used
-FEW = 8  # the most columns for which bounds are used; with more, arithmetic takes longer than reading the matrix
+FEW = 8  # the most columns for which bounds are used; with more, computing takes longer than reading the matrix
 SMALL, LARGE = 2.0**-40, 2.0**60  # products of numbers within these bounds neither underflow nor overflow
 
 
@@ -204,8 +204,8 @@ def _call(
       target: the name of the function.
       table: the table of its fields in fields.h.
       columns: [..., I].
-      by: the matrix, for its sizes.
-      given: the other fields, by name.
+      by: the matrix, whose sizes the call needs.
+      given: the other fields of the table, by name.
       finer: 1 if quantised columns have two digits.
       static: further attributes of the call.
 

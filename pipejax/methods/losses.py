@@ -33,8 +33,8 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
 def _logit_of(targets: Array, logits: Array) -> Array:
     """The logits f32 [G, N] of the targets.
 
-    The gradient of an index is a scatter into all logits. Here the gradient is a comparison, which is computed in the
-    same pass as the gradient of softmax.
+    With an index, the gradient would be a scatter into all logits. Here the gradient is a comparison, which XLA
+    computes in the same pass as the gradient of the softmax.
     """
     return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
 
@@ -73,8 +73,8 @@ def in_parts(
 
     N is split into the smallest sufficient number of equal parts that divides it. If a gradient is wanted, each part
     computes its loss and its gradients at once, so that its logits are computed only once; the backward pass multiplies
-    these gradients by the gradient of the sum. The gradient of the second result, and all gradients of `weights`, are
-    left out (0).
+    these gradients by the gradient of the sum. The gradient of the second result, and the gradients with respect to
+    `weights`, are 0.
 
     Args:
       loss: the loss of a part, such as `cross_entropy`.

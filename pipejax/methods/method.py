@@ -31,8 +31,8 @@ class Ability(NamedTuple):
     """An ability beyond plain decoding, and its requirements on the strategy of the method."""
 
     does: str  # the verb phrase that error messages use
-    by_place: bool = False  # whether it locates tokens by the row and time of a query
-    grows: bool = False  # whether it reads rows before they have ended, so that tokens may only be added at their end
+    by_place: bool = False  # whether the ability locates tokens by the row and time of a query
+    grows: bool = False  # whether the ability reads unfinished rows, to which tokens may only be appended
     needs: tuple[str, ...] = ()  # attributes of the strategy that not every strategy has
 
 
@@ -117,7 +117,7 @@ class Method:
     can: ClassVar[frozenset[str]] = frozenset()  # the abilities, a subset of ABILITIES
     choices: ClassVar[int] = 0  # number of target tokens of a slot; targets and weights are [N, choices], or [N] if 0
     baseline: ClassVar[str] = "sequential"  # the method with whose steps for the same rows reports compare this method
-    parts_text: ClassVar[bool] = False  # whether rows are parts of one decoded text and so have no token ids
+    parts_text: ClassVar[bool] = False  # whether rows are parts of one decoded text, so that a row has no token ids
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Lets a subclass define attributes by their former names, with a warning, and call them on its base class."""

@@ -1,4 +1,4 @@
-"""Checks rules that a method could otherwise break silently. Each violation raises a one-line UserError."""
+"""Checks rules that a method could otherwise break without an error. Each violation raises a one-line UserError."""
 
 import functools
 from collections.abc import Collection

@@ -120,8 +120,8 @@ class SequentialMethod(Method):
         letter, begun, whole = (spells.encode(text) for text in ("a", f"a{between}", f"a{between}a"))
         if begun[: len(letter)] != letter or whole[: len(letter)] != letter:
             return whole
-        # After a separator that ends within a word, the next row has other ids than at the beginning of a text. So the
-        # separator's ids are found by the text before it, not by the text after it.
+        # If a separator ends within a word, the row after it has other ids than at the beginning of a text. So the
+        # separator's ids are found from the text before it, not from the text after it.
         parts = begun[len(letter) :]
         joined = whole[: len(begun)] != begun  # the end of the separator and the next row share a token
         return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts

@@ -50,7 +50,7 @@ def _forward(
 def _backward(
     dtype: DTypeLike, shards: int, kept: tuple[Array, Tokens], gradients: tuple[Array, ...]
 ) -> tuple[Array, tuple[np.ndarray, ...]]:
-    """The gradient of the table, summed over all arrays of tokens. Token arrays have no gradient (float0)."""
+    """The gradient of the table: the sum over all arrays of token ids. Token arrays have no gradient (float0)."""
     table, tokens = kept
     found = jax.lax.platform_dependent(
         jnp.concatenate([each.reshape(shards, -1) for each in tokens], axis=1),

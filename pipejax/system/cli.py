@@ -276,7 +276,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         environment.check_memory()
         environment.check_flags()
         for setting in environment.IGNORED:
-            note(f"{setting}: ignored, because results depend on it")
+            note(f"{setting}: ignored, because it would change results")
         try:
             code = main(arguments)
         except SystemExit as ended:  # --help

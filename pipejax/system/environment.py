@@ -107,7 +107,7 @@ def check_environment() -> None:
             raise UserError(
                 name,
                 found=f"{value!r}, from jax.config or from {name.upper()} before pipejax was imported",
-                expected=f"{PINNED[name]!r}, because results depend on it",
+                expected=f"{PINNED[name]!r}, because other values would change results",
             )
     check_flags()
     if "jax" in sys.modules:

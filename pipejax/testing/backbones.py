@@ -330,13 +330,14 @@ def _check_dropout(case: BackboneCase) -> None:
     case.expect_same("dropout that is off", case.logits_of(case.scene, dropout=RATE))
     keys = {name: jax.random.key(i) for i, name in enumerate(("dropout", STREAM))}
     found = []
-    for remat in ("none", "layers"):
+    for remat in ("none", "layers", "dots"):
         module = case.config.module(dropout=RATE, remat=remat)
         apply = compiled(partial(module.apply, deterministic=False))
         found.append(case.real_slots(apply({"params": case.params}, *case.scene, rngs=keys)))
     if abs(found[0] - case.logits).max() < NEAR * abs(case.logits).max():
         refuse(case.config, "module: dropout", "the same logits as without dropout", "other logits")
-    case.expect_same("dropout with remat", found[1], found[0])
+    for remat, logits in zip(("layers", "dots"), found[1:], strict=True):
+        case.expect_same(f"dropout with remat {remat}", logits, found[0])
 
 
 def _check_steps(case: BackboneCase) -> None:

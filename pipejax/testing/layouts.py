@@ -252,5 +252,5 @@ def check_learned(layout: Layout) -> None:
             there = "a slot with weight 0" if key in layout.right_of else "no slot"
             place = f"target: {layout.where}: row {cell[0]}, time {cell[1]}"
             strategy_checks.refuse(
-                layout.method, place, f"{there} for a token that determines the answer", "a slot with a weight"
+                layout.method, place, f"{there} for a token that determines the answer", "a slot with a weight above 0"
             )

@@ -102,7 +102,7 @@ def check_padding(method: Method, losses: Losses) -> None:
     for name, before, after in zip(PARTS, losses.whole, losses.padded, strict=True):
         if not np.isclose(before, after, rtol=NEAR):
             found = f"{before:.6g}, then {after:.6g} after a change at slots with weight 0"
-            refuse(method, f"loss: {name}", found, "the same")
+            refuse(method, f"loss: {name}", found, "the same value")
 
 
 def check_targets(method: Method, slots: Slots, losses: Losses) -> None:

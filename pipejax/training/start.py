@@ -106,7 +106,9 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     """Returns the state of a restored checkpoint, after checking that data, places and dropout masks still match."""
     wanted, before = trainer.config.train, own.config.train
     if before.evaluate_examples != wanted.evaluate_examples:
-        logger.info("train.evaluate_examples: found a different number than before; best/ compares the scores of both")
+        logger.info(
+            "train.evaluate_examples: found a different number than before; best/ compares scores of different examples"
+        )
     if before.steps != wanted.steps and wanted.schedule != "constant":
         logger.info(f"train.steps: {before.steps} -> {wanted.steps}; the {wanted.schedule} schedule now ends there")
     with distributed.fail_together(UserError):
@@ -120,7 +122,9 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
         _check_dropout(own, wanted, directory.path)
     as_many = before.evaluate_examples == wanted.evaluate_examples
     if as_many and own.metadata.get("dev", data["dev"]) != data["dev"]:
-        logger.warning("data.dev: found examples that differ from before; best/ compares the scores of both")
+        logger.warning(
+            "data.dev: found examples that differ from before; best/ compares scores of old and new examples"
+        )
     logger.info(f"resuming at step {own.step} ({own.path})")
     with distributed.fail_together(UserError):
         tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")

@@ -38,7 +38,7 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
             raise UserError(place, found="no comma or ] after the record", expected="the array to continue or end")
         at = following.end()
     if head[1] is None and (rest := text[at + 1 :].strip()):
-        raise UserError(where, found=f"{rest[:20]!r} after the array", expected="nothing")
+        raise UserError(where, found=f"{rest[:20]!r} after the array", expected="the end of the file")
 
 
 def plain_text(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:

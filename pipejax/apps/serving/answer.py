@@ -33,8 +33,8 @@ class Request:
     method: str  # the name of the method
     sampling: Sampling = MOST_LIKELY
     max_tokens: int | None = None  # the most tokens of all rows together; None: the bounds of the grid
-    log_probs: bool = True  # whether events and the record have log-probabilities; if not, events have 0
-    at_once: bool = True  # whether events are needed as tokens are generated; if not, all may come at the end
+    log_probs: bool = True  # whether events and the record have log-probabilities; if not, those of events are 0
+    at_once: bool = True  # whether events are needed while tokens are generated; if not, all may be sent at the end
     # The most tokens of a row, if there is an answer format; None: the limits of the grid.
     row_tokens: int | None = None
     adapter: str = ""  # the name of an adapter of the generator, whose settings apply; "": the base

@@ -54,12 +54,12 @@ Result = TypeVar("Result")
 
 # Seconds without an event after which a stream sends a comment, because proxies close silent connections.
 SILENCE = 15.0
-CHUNKS = 2**14  # bytes of chunk framing that a body may have, plus an eighth of its content: about 3,300 chunks
+CHUNKS = 2**14  # the most bytes of chunk framing of a body, about 3,300 chunks, plus an eighth of its content
 KEPT_BODY = 99_999  # the most unread bytes of a body with which the connection is kept open after the response
 GONE = 499  # a status for counters only: the client has disconnected
 READERS = 4  # threads that parse requests; new schemas are compiled in other threads
-SHARES = {Effort.QUICK: 0.5, Effort.WHOLE: 0.5}  # the share of the interpreter's time for compiling schemas
-WAITING = {Effort.QUICK: 64, Effort.WHOLE: 4}  # the most new schemas of a client that may wait
+SHARES = {Effort.QUICK: 0.5, Effort.WHOLE: 0.5}  # the share of the interpreter's time that compiling schemas may take
+WAITING = {Effort.QUICK: 64, Effort.WHOLE: 4}  # the most new schemas of a client that may wait to be compiled
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # the form of a client's request id
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 

@@ -66,13 +66,13 @@ class ClientRequest:
 
     model: str  # the model's name
     sources: tuple[Source, ...]  # token ids
-    cut_tokens: int  # tokens of the prompts beyond the model's limit
+    cut_tokens: int  # the number of tokens that were cut from prompts beyond the model's limit
     method: str  # the name of the method
     sampling: Sampling  # its seed is the request's, from which the seed of each source is derived
     n: int
     max_tokens: int | None
     row_tokens: int | None  # the most tokens of each row, in place of `max_tokens`, if answers follow a schema
-    echoed: Object  # fields that a response repeats, with the format of the answers
+    echoed: Object  # the fields of the request that a response repeats, with the format of the answers
     logprobs: int | None
     stop: tuple[str, ...]
     stream: bool
@@ -324,7 +324,9 @@ def _last_message(given: Object, field: str, config: Config) -> tuple[list[objec
             raise unsuitable(f"{field} {i}", message.get("role"), f"a role: one of {', '.join(ROLES)}")
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     if not users:
-        raise unsuitable(field, Shown("no message of a user"), "at least one; the last one is the source")
+        raise unsuitable(
+            field, Shown("no message of a user"), "at least one, since the last message of the user is the source"
+        )
     text = _text_of_parts(messages[users[-1]].get("content"), f"{field} {users[-1]}")
     # With a template of one field, the text fills that field. With several fields, the text is the whole source.
     fields = {*template_of(config).fields}

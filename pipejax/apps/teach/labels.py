@@ -108,7 +108,7 @@ def read_unlabelled(generator: Generator, path: str) -> list[Source]:
             raise UserError(place, found='"source_ids"', expected="a text source, since training reads text")
         source = generator.source(value, place, place.rpartition(":")[2])
         if source.prefixes or source.max_rows is not None:
-            expected = "neither of them, since training reads no given beginnings of rows"
+            expected = "neither of them, since training does not support given beginnings of rows"
             raise UserError(place, found="row_prefixes or max_rows", expected=expected)
         sources.append(source)
     if not sources:

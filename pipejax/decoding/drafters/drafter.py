@@ -45,15 +45,16 @@ class Written:
 
 @flax.struct.dataclass
 class Probes:
-    """Columns that a call feeds beside the tokens of rows. They never count as tokens, and are not kept.
+    """Columns that a call feeds beside the tokens of rows. They never count as tokens of the answer.
 
-    A probe sees the tokens that are certain, up to its own row and time, and other probes, but no drafted token. No
-    other column sees it. The result is in `Written.probed` of the next call.
+    A probe sees the accepted tokens up to its own row and time, and other probes, but no drafted token. Columns other
+    than probes do not see it. Its cache slot is freed after the call, and the generated token is in `Written.probed` of
+    the next call.
     """
 
     tokens: Array  # i32 [B, R, P]
     place: Array  # i32 [B, R, P], the place of the column in its row: 0 is bos, j from 1 on is the j-th token
-    live: Array  # bool [B, R, P], whether to feed the column; its row need not have begun
+    live: Array  # bool [B, R, P], whether to feed the column; its row may not have begun yet
 
 
 @flax.struct.dataclass

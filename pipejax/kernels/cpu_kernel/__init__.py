@@ -35,7 +35,7 @@ class Level(NamedTuple):
     name: str
     needs: frozenset[str]  # the required processor features
     options: str  # the options of the compiler
-    reading: Reading  # measured, except the first three values of "amx", which has other products
+    reading: Reading  # measured; the first three values of "amx" are not, because its products differ
 
 
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
@@ -90,7 +90,7 @@ def use() -> Level | None:
 
 
 _tried: dict[tuple[Path | None, str], Level | None] = {}  # results of `use`, by cache directory and best level
-_registered: set[str] = set()  # names of loaded levels; JAX allows one registration for each name
+_registered: set[str] = set()  # names of the levels whose functions are registered; JAX allows one registration
 
 
 def shipped(level: Level) -> Path:
