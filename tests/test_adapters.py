@@ -235,7 +235,7 @@ def test_the_base_of_an_adapter_is_of_its_revision(base: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_unsupported_adapter_is_one_line(
+def test_unsupported_adapter_raises_one_line(
     fault: str, adapter: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "slow" in fault:

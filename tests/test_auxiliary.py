@@ -158,7 +158,7 @@ def test_conversions_keep_the_parameters(run: Path, tmp_path: Path) -> None:
         from_hf(tmp_path / "hf", tmp_path / "other")
 
 
-def test_settings_that_do_not_go_together_are_one_line(base: Path, tmp_path: Path) -> None:
+def test_settings_that_do_not_go_together_raise_one_line(base: Path, tmp_path: Path) -> None:
     named = [f"auxiliary={CLASS}", "train.freeze=backbone"]
     assert config_lib.override(RUN_ON_ONE, [*named, "auxiliary.scale=0.5"]).auxiliary == Even(scale=0.5)
     with refuses("train.freeze", found="backbone without auxiliary parameters"):

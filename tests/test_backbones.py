@@ -339,7 +339,7 @@ def test_former_module_names_give_the_present_modules_with_a_warning():
         assert module.__spec__.name == module.__name__ == moved.MOVED[former]
 
 
-def test_unknown_backbone_class_is_one_line():
+def test_unknown_backbone_class_raises_one_line():
     line = (
         "model: found nowhere:Nothing, with which this model was trained; expected its module to be imported, by --set "
     )

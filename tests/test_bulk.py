@@ -480,7 +480,7 @@ def test_invalid_inputs_and_outputs_are_refused(run: Run, tmp_path: Path) -> Non
         Output(Path("table.csv"))
 
 
-def test_without_ray_it_is_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_raises_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "a.jsonl").write_text(lines_of(VALUES))
     flags = ["--checkpoint", str(trained), "--input", str(tmp_path / "*.jsonl"), "--output", str(tmp_path / "out")]

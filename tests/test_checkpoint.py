@@ -205,7 +205,7 @@ def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_that_cannot_be_copied_is_one_line(tmp_path):
+def test_tokenizer_that_cannot_be_copied_raises_one_line(tmp_path):
     """It names the run, not the directory that the files are copied from, which may be a passing one."""
     (tmp_path / "passing").mkdir()
     (tmp_path / "passing" / "tokenizer.json").symlink_to(tmp_path / "nowhere")

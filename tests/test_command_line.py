@@ -109,7 +109,7 @@ HIDE = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
 
 
 @pytest.mark.parametrize("module", ["pipejax", "train", "decode", "lab.demo"])
-def test_system_without_required_modules_is_one_line(module: str) -> None:
+def test_system_without_required_modules_raises_one_line(module: str) -> None:
     names = "fcntl", "resource"
     code = f"import runpy; sys.argv = ['-m']; runpy._run_module_as_main({module!r})"
     ended = python("-c", HIDE.format(names=names) + code, cwd=ROOT)
@@ -164,7 +164,7 @@ def test_memory_is_counted_in_the_systems_unit(monkeypatch: pytest.MonkeyPatch, 
         ("lab.benchmarks.train", ("jax",), "jax"),
     ],
 )
-def test_an_experiment_without_its_libraries_is_one_line(module: str, absent: tuple[str, ...], library: str) -> None:
+def test_experiment_without_its_libraries_raises_one_line(module: str, absent: tuple[str, ...], library: str) -> None:
     code = f"import runpy; sys.argv = ['-m']; runpy._run_module_as_main({module!r})"
     ended = python("-c", HIDE.format(names=absent) + code, cwd=ROOT)
     assert ended.returncode == 2, ended.stderr

@@ -107,7 +107,7 @@ def test_leaves_are_in_order_and_without_sections():
         ("name=Grüße 👋", "Grüße 👋"),
     ],
 )
-def test_assigned(assignment, value):
+def test_assignment_sets_a_value_of_the_type_of_the_key(assignment, value):
     key = assignment.partition("=")[0].strip()
     changed = flat(override(CONFIG, [assignment]))
     assert changed[key] == value and type(changed[key]) is type(value)
@@ -199,7 +199,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("model.relative_attention_max_distance=16", "max_distance: found 16; expected more than half of the 32"),
     ],
 )
-def test_refused(assignment, message):
+def test_invalid_assignment_is_refused(assignment, message):
     said = refusal(override, CONFIG, [assignment])
     assert message in said
     assert assignment.partition("=")[0] in said
@@ -254,7 +254,7 @@ def test_types_are_checked_in_python_too():
         ('{"model": {"vocab_size": 8}}', "x.json: model.d_model: missing"),
     ],
 )
-def test_json_refused(text, message):
+def test_invalid_json_config_is_refused(text, message):
     assert refusal(from_json, text, where="x.json").startswith(message)
 
 

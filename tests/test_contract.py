@@ -217,7 +217,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_strategy_that_breaks_a_rule_is_refused_where_it_enters(case: str) -> None:
+def test_strategy_that_breaks_a_rule_is_refused_by_the_first_check(case: str) -> None:
     """Before anything is compiled for a model."""
     method, line = CASES[case]
     generator = Generator(Config(model=FEW_WORDS, method=method), {"w": np.zeros(1)}, None)
@@ -386,7 +386,7 @@ def put(x: np.ndarray, value: Any) -> np.ndarray:
         ({"row": lambda x: x.tolist()}, "row: found list[7]; expected int32[7]"),
     ],
 )
-def test_a_layout_that_breaks_a_rule_is_one_line(parts: Any, line: str) -> None:
+def test_layout_that_breaks_a_rule_raises_one_line(parts: Any, line: str) -> None:
     example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
     config = dataclasses.replace(RUN, method=with_flat(**parts))
     with refused("example x: Broken.target: " + line):
@@ -395,7 +395,7 @@ def test_a_layout_that_breaks_a_rule_is_one_line(parts: Any, line: str) -> None:
 
 
 @pytest.mark.parametrize("slots, line", [(6, "found 7 slots; expected 1 to 6"), (0, "found 7 slots; expected 1 to 0")])
-def test_more_slots_than_declared_are_one_line(slots: int, line: str) -> None:
+def test_more_slots_than_declared_raise_one_line(slots: int, line: str) -> None:
     example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
     config = dataclasses.replace(RUN, method=broken(method={"most_slots": lambda self, most: slots}))
     with pytest.raises(
@@ -503,7 +503,7 @@ class Cut(Uneven):
         (Cut, "Cut.target: found only cut targets (9); expected a target that is not cut"),
     ],
 )
-def test_a_layout_that_is_not_decoded_is_one_line(kind: Any, line: str) -> None:
+def test_layout_that_is_not_decoded_raises_one_line(kind: Any, line: str) -> None:
     with refused(line):
         testing.check_method(kind())
 
@@ -563,7 +563,7 @@ def test_methods_that_keep_all_rules_pass(method: Any) -> None:
     assert re.fullmatch(r"\w+: \d layouts and \d+ answers agree with recomputation \(decode, stream\)", found), found
 
 
-def test_an_answer_that_is_not_its_recomputation_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_that_is_not_its_recomputation_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should the loop itself be at fault."""
 
     def decode(self: Any, given: Any, **more: Any) -> Any:
@@ -675,7 +675,7 @@ def renamed(self: Any) -> Any:
         ),
     ],
 )
-def test_a_backbone_whose_names_break_a_rule_is_one_line(made: Any, line: str) -> None:
+def test_backbone_whose_names_break_a_rule_raises_one_line(made: Any, line: str) -> None:
     with refused(line):
         testing.check_backbone(made())
 
@@ -691,7 +691,7 @@ def test_a_backbone_whose_names_break_a_rule_is_one_line(made: Any, line: str) -
         (lambda: backbone(Keeping), "steps", "step after one that was undone"),
     ],
 )
-def test_backbone_that_reads_hidden_tokens_is_one_line(made: Any, rule: str, line: str) -> None:
+def test_backbone_that_reads_hidden_tokens_raises_one_line(made: Any, rule: str, line: str) -> None:
     with pytest.raises(UserError, match=rf"^Own\.module: {line}: found logits that change by [^\n]*; expected"):
         check(rule, made())
 
@@ -709,7 +709,7 @@ class Louder(t5.Decoder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("says", [True, False])
-def test_backbone_with_different_block_attention_is_one_line(says: bool) -> None:
+def test_backbone_with_different_block_attention_raises_one_line(says: bool) -> None:
     decoder = Louder if says else type("Decoder", (Louder,), {"distances": t5.Decoder.distances})
     config = backbone(decoder, head_width=lambda self: self.d_kv)
     if says:
@@ -719,14 +719,14 @@ def test_backbone_with_different_block_attention_is_one_line(says: bool) -> None
             check("attention in blocks", config)
 
 
-def test_head_width_that_differs_from_the_keys_is_one_line() -> None:
+def test_head_width_that_differs_from_the_keys_raises_one_line() -> None:
     config = backbone(head_width=lambda self: 16)
     with refused("Own.module: encode: keys: found bfloat16[2, 2, 8, 40]; expected bfloat16[2, 2, 16, 40]"):
         check("dtypes", config)
 
 
 @pytest.mark.slow
-def test_a_step_that_training_does_not_take_is_one_line() -> None:
+def test_step_that_training_does_not_take_raises_one_line() -> None:
     decoder = type("Decoder", (t5.Decoder,), {"layer": Forgetful})
     with pytest.raises(UserError, match=r"^Own\.module: step: found logits that change by [^\n]*rule: steps\)$"):
         testing.check_backbone(backbone(decoder))

@@ -115,7 +115,7 @@ def source(models: Models, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trip(kind: str, models: Models, tmp_path: Path) -> None:
+def test_written_model_equals_the_model_that_was_read(kind: str, models: Models, tmp_path: Path) -> None:
     model, directory = models[kind]
     config, params = huggingface.read_hf(directory)
     assert isinstance(config, T5Config)
@@ -205,7 +205,7 @@ def test_special_ids_and_generation(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t5", "byt5"])
-def test_shards(kind: str, models: Models, tmp_path: Path) -> None:
+def test_sharded_model_equals_the_whole_model(kind: str, models: Models, tmp_path: Path) -> None:
     save(models[kind][0], tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert not (tmp_path / "model.safetensors").exists()
@@ -214,7 +214,7 @@ def test_shards(kind: str, models: Models, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t5", "byt5", "mt5"])
-def test_flax(kind: str, models: Models, tmp_path: Path) -> None:
+def test_flax_weights_equal_safetensors(kind: str, models: Models, tmp_path: Path) -> None:
     directory = models[kind][1]
     tree = {}
     for name, array in tensors_of(directory).items():

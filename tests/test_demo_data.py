@@ -56,7 +56,7 @@ def test_the_first_long_note() -> None:
 
 
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_splits(long: bool) -> None:
+def test_splits_and_seeds_share_no_note(long: bool) -> None:
     notes = {split: [example.source for example in examples(split, long=long)] for split in SIZES}
     assert [len(notes[split]) for split in ("train", "dev", "test")] == [20_000, 256, 512]
     every = list(itertools.chain(*notes.values()))

@@ -299,7 +299,7 @@ def proposes(change: Any) -> Any:
         (broken(read=lambda self, source: jnp.zeros(3)), "Broken.read: ", "float32[3]", "[8] as the first axis"),
     ],
 )
-def test_a_drafter_that_breaks_a_rule_is_one_line(drafter: Any, place: str, found: str, expected: str) -> None:
+def test_drafter_that_breaks_a_rule_raises_one_line(drafter: Any, place: str, found: str, expected: str) -> None:
     config = Config(model=MORE_WORDS, train=TrainConfig(method="pipelined"), decode=DecodeConfig(draft_tokens=3))
     generator = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
     with refuses(place, found=found, expected=expected):
@@ -368,7 +368,7 @@ def needs(program: Any) -> int:
     return int(own - sizes.alias_size_in_bytes)
 
 
-def test_names_of_drafters_that_cannot_be_used_are_one_line(run: Path) -> None:
+def test_names_of_drafters_that_cannot_be_used_raise_one_line(run: Path) -> None:
     def load(name: str, **more: Any) -> Any:
         return pipejax.load(run, overrides={"decode.draft": name, **more})
 

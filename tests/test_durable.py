@@ -178,7 +178,7 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:40],
 )
-def test_read_errors_stop_and_set_nothing_aside(tmp_path, monkeypatch, capsys, error):
+def test_read_errors_raise_and_no_step_is_renamed(tmp_path, monkeypatch, capsys, error):
     save(tmp_path / "checkpoints", 4, 8)
 
     def read(place, template):

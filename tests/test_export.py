@@ -128,7 +128,9 @@ def decoder(out: Path, method: str) -> Callable[[Any], Any]:
         pytest.param("sequential", ["decode.beams=3"], marks=pytest.mark.slow),
     ],
 )
-def test_settings(trained: Path, tmp_path: Path, method: str, settings: list[str]) -> None:
+def test_exported_answers_equal_decode_with_the_same_settings(
+    trained: Path, tmp_path: Path, method: str, settings: list[str]
+) -> None:
     out, given = tmp_path / "out", sources(8)
     run(trained, out, "--method", method, settings=settings)
     assert answers(decoder(out, method), out, given) == expected(trained, method, given, settings)
@@ -211,7 +213,9 @@ def test_the_template_makes_the_ids_of_decode(
         (["--best"], "found no best/; expected a run that was evaluated at least once"),
     ],
 )
-def test_a_refusal_is_one_line_and_leaves_nothing(trained: Path, tmp_path: Path, flags: list[str], line: str) -> None:
+def test_refused_export_raises_one_line_and_leaves_no_files(
+    trained: Path, tmp_path: Path, flags: list[str], line: str
+) -> None:
     with pytest.raises(UserError) as refused:
         main(["--checkpoint", str(trained), str(tmp_path / "out"), *flags])
     assert line in str(refused.value) and "\n" not in str(refused.value)
@@ -228,7 +232,7 @@ def test_without_flatbuffers_a_line_names_the_extra(
         run(trained, tmp_path / "out")
 
 
-def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
+def test_existing_directory_is_not_overwritten(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with refuses(tmp_path):
         main(["--checkpoint", str(trained), str(tmp_path)])

@@ -151,7 +151,7 @@ def test_unservable_settings_are_refused_before_listening(here: Path, key: str, 
         Engine(pipejax.load(line, overrides={key: value}), places=1, queue=1)
 
 
-def test_python_checks_first(here: Path) -> None:
+def test_calls_from_python_are_checked_before_weights_are_laid_out(here: Path) -> None:
     t5 = pipejax.load(here / "run", overrides={"decode.temperature": 0.5})
     bad: list[Any] = [[""], [GOOD, {"title": 3}], [[64]], [GOOD, {**GOOD, "max_rows": 0}]]
     for given in bad:

@@ -212,7 +212,7 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-def test_lost_settings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_settings_are_logged_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = directory(tmp_path / "hf", IDS | NOT_FOLLOWED)
     [line] = lines(source, tmp_path / "out", capsys)
     assert line.startswith(f"{source}/generation_config.json: ignored settings, which pipejax does not support: ")

@@ -218,5 +218,5 @@ def test_a_tokenizer_of_a_revision(asked: list[str]) -> None:
         *((name, None) for name in ("a/b@", "@main", "a/b/c", "./a/b", "~/a", "/a/b", "a/b@x@y", "a/b@x y", "../a")),
     ],
 )
-def test_names(source: str, found: object) -> None:
+def test_names_with_revisions_are_split(source: str, found: object) -> None:
     assert hub.split_revision(source) == found

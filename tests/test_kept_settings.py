@@ -393,7 +393,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_damaged_file_is_one_line(case: str, there: Path, tmp_path: Path) -> None:
+def test_damaged_file_raises_one_line(case: str, there: Path, tmp_path: Path) -> None:
     damage, words = DAMAGES[case]
     damage(there / "pipejax.json")
     with pytest.raises(UserError) as caught:

@@ -359,7 +359,7 @@ def test_non_finite_values_stay_non_finite(level, weights, trouble, columns):
     ],
     ids=["shape", "layer", "type", "full"],
 )
-def test_invalid_field_is_named(level, spoil, says):
+def test_error_names_the_invalid_field(level, spoil, says):
     model, own, ready, _ = made("small", "auto", level)
     asked = Asked(np.random.default_rng(0), ((3,),), 48)
     memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
@@ -369,7 +369,7 @@ def test_invalid_field_is_named(level, spoil, says):
         jax.block_until_ready(decoder(step, decoder.cache(asked.slots, None)))
 
 
-def test_a_field_that_is_missing_or_unknown_is_named():
+def test_error_names_a_missing_or_unknown_field():
     layer = dict.fromkeys(fields.TABLES["ENCODER_LAYER_FIELDS"])
     assert fields.arrays("ENCODER_LAYER_FIELDS", layer) == []
     del layer["feed_norm"]

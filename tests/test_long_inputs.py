@@ -72,7 +72,7 @@ def test_bad_names_of_many_columns(tmp_path: Path, line: str) -> None:
     "names, said",
     [([], ""), (["a", "b"], "a, b"), ([LONG, "b"], None), (("n" * 9 for _ in range(10**5)), None), ([1, "x\ny"], None)],
 )
-def test_names_in_a_line(names: Any, said: str | None) -> None:
+def test_listed_names_are_shortened_to_one_line(names: Any, said: str | None) -> None:
     found = listed(names)
     assert said is None or found == said
     assert len(found) < 400 and found.isprintable()

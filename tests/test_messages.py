@@ -31,7 +31,7 @@ def test_snapshot_has_the_messages_of_the_source():
         (UserError("no place"), "no place"),
     ],
 )
-def test_text_joins_the_parts(error, text):
+def test_text_of_an_error_joins_its_parts(error, text):
     assert str(error) == text
 
 

@@ -258,7 +258,7 @@ def test_a_report_has_its_name(generator: Generator) -> None:
 
 
 @pytest.mark.slow
-def test_streams_and_requests_equal_a_list(generator: Generator) -> None:
+def test_streamed_and_served_answers_equal_decode(generator: Generator) -> None:
     texts = sources(5)
     expected = generator.decode(texts)
     for text, record in zip(texts, expected, strict=True):
@@ -578,12 +578,12 @@ HERE = __name__
         ({"method": change}, "--set: method: found <function change"),
     ],
 )
-def test_invalid_method_class_is_one_line(overrides: Any, line: str) -> None:
+def test_invalid_method_class_raises_one_line(overrides: Any, line: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         config_lib.override(Config(), overrides)
 
 
-def test_class_instead_of_an_object_is_one_line(run: Path, tmp_path: Path) -> None:
+def test_class_instead_of_an_object_raises_one_line(run: Path, tmp_path: Path) -> None:
     for call in (
         lambda: pipejax.load(run, method=Staggered),  # type: ignore[arg-type]
         lambda: pipejax.fit(RUN, tmp_path / "new", method=Strict),  # type: ignore[arg-type]

@@ -591,7 +591,7 @@ LINE = {"event": "evaluation", "step": 3, "dev_loss": 2.0, "present_f1@5": 1.0, 
 
 
 @pytest.mark.parametrize("name", list(config_lib.METRICS))
-def test_every_score_has_a_name_that_all_boards_take(boards, name):
+def test_names_of_scores_are_valid_for_all_trackers(boards, name):
     """MLflow: letters, digits and _-./: and spaces; TensorBoard: no space or colon; W&B: no dot or dash."""
     opening, _ = boards
     scores = scores_of(name, ["x"], [["x"]], [["x"]])
@@ -601,14 +601,14 @@ def test_every_score_has_a_name_that_all_boards_take(boards, name):
     assert all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(/[A-Za-z0-9_]+)*", key) for key in taken[0])
 
 
-def test_names_on_boards():
+def test_names_for_trackers_are_escaped():
     assert name_of("evaluation", "present_f1@5") == "evaluation/present_f1_at_5"
     assert name_of("train", "loss") == "train/loss"
     assert name_of("train", "a b:c-d.e%é") == "train/a_b_c_d_e__"
 
 
 @pytest.mark.parametrize("bad", ["dev_loss", "steps", "present_f1_at_5", "dev_loss, steps", "present_f1_at_5, steps"])
-def test_a_value_that_a_board_does_not_take_costs_no_other(boards, said, bad):
+def test_value_refused_by_a_tracker_does_not_prevent_other_values(boards, said, bad):
     """Nor do two, if one before the second of them is taken."""
     opening, _ = boards
     taken: list[dict[str, float]] = []
@@ -676,7 +676,7 @@ def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch, said):
     assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "train"] == [1, 2, 3]
 
 
-def test_a_board_that_does_not_begin_is_one_line(tmp_path, monkeypatch):
+def test_tracker_that_cannot_start_raises_one_line(tmp_path, monkeypatch):
     def refuse(**options):
         raise RuntimeError("No API key\nconfigured")
 
@@ -735,7 +735,7 @@ def test_best_step_of_a_lost_run_is_kept_aside(tmp_path, said):
     "key, value, library",
     [("tensorboard", True, "tensorboardX"), ("wandb", "ours", "wandb"), ("mlflow", "ours", "mlflow")],
 )
-def test_an_absent_library_is_one_line(tmp_path, monkeypatch, key, value, library):
+def test_absent_library_raises_one_line(tmp_path, monkeypatch, key, value, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(
         UserError, match=rf"train\.{key}: found no {library}; expected the packages of the extra pipejax\[{key}\]"

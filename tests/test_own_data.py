@@ -65,7 +65,7 @@ PARTED = {"rows": "delimiter"}
         (f"source,targets\na,b{' b' * 200_000}", "a.csv", {"rows": "delimiter"}, ("2", "a", ("b" + " b" * 200_000,))),
     ],
 )
-def test_read(content, name, settings, expected, tmp_path):
+def test_line_is_read_as_an_example(content, name, settings, expected, tmp_path):
     assert list(read(tmp_path, content, name, **settings)) == [Example(*expected)]
 
 
@@ -92,7 +92,7 @@ def test_read(content, name, settings, expected, tmp_path):
         (LINE, "a.jsonl", {"source_template": "{title.x}"}, ["data.source_template"]),
     ],
 )
-def test_refused(content, name, settings, words, tmp_path):
+def test_invalid_line_is_refused(content, name, settings, words, tmp_path):
     message = refusal(tmp_path, content, name, **settings)
     assert all(word in message for word in words), message
 
@@ -236,7 +236,7 @@ def test_bad_lines_are_skipped_and_reported(tmp_path, said):
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_line_without_an_end_is_one_line_of_refusal(tmp_path, monkeypatch, pack):
+def test_line_without_an_end_raises_one_line(tmp_path, monkeypatch, pack):
     """A line as long as the bound is read; a byte more, and nothing of it is taken for a record."""
     monkeypatch.setattr(lines, "LONGEST", 1 << 20)
     file, record = tmp_path / "x.jsonl", b'{"source": "a", "targets": []}'

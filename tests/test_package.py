@@ -84,7 +84,7 @@ def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypa
         ),
     ],
 )
-def test_an_absent_extra_is_one_line(tmp_path: Path, command: str, line: str) -> None:
+def test_absent_extra_raises_one_line(tmp_path: Path, command: str, line: str) -> None:
     (tmp_path / "in.jsonl").write_text('{"gold": ["a b"], "pred": ["a c"]}\n')
     (tmp_path / "text.jsonl").write_text('{"source": "a", "targets": "One. Two."}\n')
     arguments = command.format(root=ROOT).split()
@@ -94,7 +94,7 @@ def test_an_absent_extra_is_one_line(tmp_path: Path, command: str, line: str) ->
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_an_absent_library_is_one_line() -> None:
+def test_absent_library_raises_one_line() -> None:
     code = "import sys; sys.modules['jax'] = None; from pipejax.__main__ import script; script()"
     ended = python("-c", code, "train", "--config", "configs/demo.py", "--workdir", "run")
     assert ended.returncode == 2
@@ -119,7 +119,7 @@ def test_packages_that_run(name: str) -> None:
     assert ended.returncode == 0 and ended.stdout.startswith(f"usage: pipejax {name} "), ended.stderr
 
 
-def test_an_unknown_command_is_one_line() -> None:
+def test_unknown_command_raises_one_line() -> None:
     ended = python("-m", "pipejax", "decodes")
     assert ended.returncode == 2 and ended.stdout == ""
     assert (

@@ -82,7 +82,9 @@ def test_figure_2() -> None:
         ([["a"] * 4, ["b"]], {"delay": 4, "steps": 6}, 6, 1, [5, 6]),  # the literal stop, before the empty row
     ],
 )
-def test_ends(rows: list[list[str]], options: dict[str, Any], steps: int, last_row: int, eos_times: list[int]) -> None:
+def test_grid_has_the_end_tokens_and_the_last_row(
+    rows: list[list[str]], options: dict[str, Any], steps: int, last_row: int, eos_times: list[int]
+) -> None:
     grid = fill(rows, **options)
     assert (grid.steps, grid.height) == (steps, last_row + 1)
     assert [c.time for c in grid.cells if c.kind == "eos"] == [t for t in eos_times if t]

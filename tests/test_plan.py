@@ -112,7 +112,7 @@ def test_a_measured_step_is_a_step():
     assert peak is None and seconds > 0  # a CPU reports no peak
 
 
-def test_published_sizes():
+def test_published_sizes_have_the_published_parameter_counts():
     """Parameters of T5 v1.0 in millions (Raffel et al. 2020, section 3.1.2 names 220 and 770; counted: 223, 738)."""
     for name, millions in (("small", 60.5), ("base", 222.9), ("large", 737.7)):
         model = ARCHITECTURES[name]

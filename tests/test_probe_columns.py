@@ -134,7 +134,7 @@ def broken(change: Any) -> Any:
         ),
     ],
 )
-def test_wrong_probes_are_one_line(drafter: Any, place: str, found: str, expected: str) -> None:
+def test_wrong_probes_raise_one_line(drafter: Any, place: str, found: str, expected: str) -> None:
     config = Config(model=IN_BLOCKS, grid=GridConfig(time_max=12, sub_max=4), train=TrainConfig(method="pipelined"))
     generator = Generator(config, oracle.random_params(IN_BLOCKS, np.random.default_rng(4)), None)
     with refuses(place, found=found, expected=expected):

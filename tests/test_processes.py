@@ -113,7 +113,7 @@ def test_refused_before_anything_waits(joined, flags, environment, message):
     assert joined == []
 
 
-def test_absent_coordinator_is_one_line():
+def test_absent_coordinator_raises_one_line():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{closed.getsockname()[1]}"

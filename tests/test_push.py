@@ -141,7 +141,7 @@ def test_files_of_an_earlier_model_are_deleted(hub: Hub, run: Path, capsys: pyte
     assert hub.files["model.safetensors"] != b"old"
 
 
-def test_a_refusal_is_one_line(hub: Hub, run: Path) -> None:
+def test_refusal_raises_one_line(hub: Hub, run: Path) -> None:
     hub.refuses = True
     with pytest.raises(
         UserError, match=r"^owner/name: cannot be uploaded \(403, no right to do so: `hf auth login` .*\)$"

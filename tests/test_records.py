@@ -424,7 +424,7 @@ def test_a_named_pipe_is_a_file_too(checkpoints, decoded, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_one_line(checkpoints, decoded, tmp_path):
+def test_full_disk_raises_one_line(checkpoints, decoded, tmp_path):
     decoded([{"source": text} for text in SHORT])
     generator, source = load(checkpoints / "none"), str(tmp_path / "in.jsonl")
     with pytest.raises(UserError, match=r"--output /dev/full: cannot be written \(No space left"):

@@ -229,14 +229,14 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("case", SOURCES)
-def test_sources(refused, places, case):
+def test_invalid_source_is_refused_with_its_line(refused, places, case):
     line, words = SOURCES[case]
     (places["tmp"] / "in.jsonl").write_bytes(GOOD * 40 + b"\r\n" + line)
     refused(decode.main, *decode_flags(), words=["{tmp}/in.jsonl:42: ", *(w.replace("{", "{{") for w in words)])
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b" \r\n\r\n"])
-def test_no_sources(refused, places, monkeypatch, content):
+def test_input_without_sources_is_refused(refused, places, monkeypatch, content):
     (places["tmp"] / "in.jsonl").write_bytes(content)
     refused(decode.main, *decode_flags(), words=["{tmp}/in.jsonl: found no lines; expected at least one source"])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))

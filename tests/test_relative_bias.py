@@ -16,7 +16,7 @@ def normal(seed, *shape):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_diagonals(length):
+def test_values_along_diagonals_and_their_gradient(length):
     values, direction = normal(0, 3, 2 * length - 1), normal(1, 3, length, length)
 
     def looked_up(values):

@@ -138,7 +138,7 @@ def test_a_split_of_the_hub(memory: MemoryFileSystem) -> None:
         "nowhere://a/b.jsonl": "nowhere://a/b.jsonl: ValueError: Protocol not known: nowhere",
     }.items(),
 )
-def test_a_url_that_cannot_be_read_is_one_line(memory: MemoryFileSystem, path: str, words: str) -> None:
+def test_url_that_cannot_be_read_raises_one_line(memory: MemoryFileSystem, path: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         of(path)
 
@@ -190,7 +190,7 @@ def test_urls_in_a_chain(memory: MemoryFileSystem, tmp_path: Path, url: str, nam
     assert Counter(drawn[i].source for i in range(46)) == Counter(2 * [f"text {i}" for i in range(23)])
 
 
-def test_a_chain_that_breaks_is_one_line(memory: MemoryFileSystem, tmp_path: Path) -> None:
+def test_chain_that_breaks_raises_one_line(memory: MemoryFileSystem, tmp_path: Path) -> None:
     """No archive, none of that name, no such member, and a member that is damaged in its middle."""
     path = packed(tmp_path, a_jsonl=LINES * 400)
     (tmp_path / "bad.zip").write_bytes(path.read_bytes().replace(b"text 7", b"text 8", 1))
@@ -219,11 +219,11 @@ def test_a_chain_that_breaks_is_one_line(memory: MemoryFileSystem, tmp_path: Pat
         "gzip://::s3://b/c.csv.gz": "s3://b/c.csv.gz",
     }.items(),
 )
-def test_the_name_of_a_file_in_a_chain(path: str, name: str) -> None:
+def test_inner_name_of_a_chained_url(path: str, name: str) -> None:
     assert inner_name(path) == name
 
 
-def test_a_bad_line_elsewhere_is_named(memory: MemoryFileSystem) -> None:
+def test_error_names_the_bad_line_of_a_remote_file(memory: MemoryFileSystem) -> None:
     put(memory, "/data/a.jsonl", [*RECORDS[:2], {"source": "x"}])
     with pytest.raises(UserError, match=r'memory://data/a.jsonl:3: found no "targets"'):
         of("memory://data/a.jsonl")
@@ -366,7 +366,7 @@ def test_a_stream_is_of_files() -> None:
         Examples.of(change(CONFIG, data={"stream": 24}))
 
 
-def test_a_file_that_shrinks_is_one_line(memory: MemoryFileSystem) -> None:
+def test_file_that_shrinks_raises_one_line(memory: MemoryFileSystem) -> None:
     drawn = Shuffled(stream(memory, (23,), 5), seed=0)
     assert drawn[24]
     put(memory, "/data/0.jsonl", RECORDS[:10])
@@ -374,7 +374,7 @@ def test_a_file_that_shrinks_is_one_line(memory: MemoryFileSystem) -> None:
         [drawn[i] for i in range(24, 80)]
 
 
-def test_a_connection_that_breaks_off_is_one_line(memory: MemoryFileSystem) -> None:
+def test_connection_that_breaks_off_raises_one_line(memory: MemoryFileSystem) -> None:
     given = stream(memory, (23,), 5)
 
     def breaks(files: Sequence[str]) -> Iterator[list[Example]]:

@@ -240,7 +240,7 @@ def test_a_rule_with_a_state_is_refused_with_drafts() -> None:
         ("pipejax.decoding:Allowed", r"decode.rules: found Allowed, which cannot be created \(TypeError: "),
     ],
 )
-def test_a_wrong_name_is_one_line(name: str, line: str) -> None:
+def test_wrong_name_raises_one_line(name: str, line: str) -> None:
     with pytest.raises(UserError, match=line) as error:
         generator().decode(SOURCES[:1], rules=name)
     assert "\n" not in str(error.value)

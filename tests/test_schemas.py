@@ -1071,6 +1071,6 @@ def test_warm_up_plans_schemas_last(settings: Any, schemas_on: bool, expected: A
         engine.close(drain=False, seconds=10)
 
 
-def test_a_table_is_small(made: Any) -> None:
+def test_table_of_a_schema_takes_less_than_4_mib(made: Any) -> None:
     found = made.under(schema("id", "text", "date", "code")).answer_format
     assert isinstance(found, Schema) and found.table.moves.nbytes < 2**22

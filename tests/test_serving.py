@@ -568,7 +568,9 @@ def test_long_prompt_is_cut_only_on_request(client: TestClient, engine: Scripted
         ("GET", "/../../etc/passwd", 404, "found GET "),
     ],
 )
-def test_other_places(client: TestClient, method: str, path: str, status: int, said: str) -> None:
+def test_unknown_paths_and_methods_get_404_and_405(
+    client: TestClient, method: str, path: str, status: int, said: str
+) -> None:
     reply = client.request(method, path)
     assert reply.status_code == status and reply.json()["error"]["message"].startswith(said)
     assert (status == 405) == ("Allow" in reply.headers)
@@ -661,7 +663,7 @@ def test_a_large_body(client: TestClient, engine: ScriptedEngine, is_declared: b
     assert client.post(PATH, json={"prompt": "a"}).status_code == 200 and len(engine.requests) == 1
 
 
-def test_keys(engine: ScriptedEngine) -> None:
+def test_requests_need_a_valid_key(engine: ScriptedEngine) -> None:
     client = connect(service(engine, "one", "two"))
     for given in (None, "Bearer three", "Bearer ", "Basic one", "one"):
         headers = {} if given is None else {"Authorization": given}
@@ -785,7 +787,7 @@ def test_an_engine_that_fails(
     assert f'pipejax_requests_total{{status="{200 if stream else status}"}} ' in client.get("/metrics").text
 
 
-def test_draining(engine: ScriptedEngine) -> None:
+def test_draining_server_refuses_requests(engine: ScriptedEngine) -> None:
     own = service(engine)
     client = connect(own)
     own.draining = True

@@ -231,7 +231,7 @@ def test_clients_of_langchain_and_litellm(server: Server, expected: dict[str, li
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-def test_curl(server: Server, expected: dict[str, list[Any]]) -> None:
+def test_curl_receives_the_same_answers(server: Server, expected: dict[str, list[Any]]) -> None:
     url = f"http://127.0.0.1:{server.port}/v1/completions"
     given = [
         "curl",

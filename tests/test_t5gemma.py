@@ -103,7 +103,7 @@ def described(**changes: Any) -> Any:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "decoder.layer_types: found ['full"),
     ],
 )
-def test_unsupported_config_is_one_line(changes, line):
+def test_unsupported_config_raises_one_line(changes, line):
     with pytest.raises(UserError) as error:
         T5GemmaConfig.read_facts(described(**changes))
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
@@ -194,7 +194,7 @@ def test_published_sizes(name):
         assert parts["encoder"] == GEMMA[side]
 
 
-def test_an_unknown_size_is_one_line():
+def test_unknown_size_raises_one_line():
     with pytest.raises(UserError, match=r"found 't5gemma-c-c'; expected one of small, .*did you mean t5gemma-"):
         architecture("t5gemma-c-c")
 

@@ -558,7 +558,7 @@ def test_a_tagger_is_trained_beside_the_checkpoint(given: Path, tagged: Path) ->
 
 
 @pytest.mark.slow
-def test_a_tagger_that_cannot_be_used_is_one_line(given: Path, tagged: Path, tmp_path: Path) -> None:
+def test_tagger_that_cannot_be_used_raises_one_line(given: Path, tagged: Path, tmp_path: Path) -> None:
     source = str(given / "sources.jsonl")
     with refuses(str(given / "sequential"), found="sequential", expected="whose answers have rows"):
         tagging.teach_tagger(str(given / "sequential"), source, tmp_path / "run")

@@ -55,7 +55,7 @@ def read(directory: Path) -> dict[str, np.ndarray]:
     return {name: stored.read() for name, stored in open_tensors(directory)[1].items()}
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_one_file_is_read(tmp_path: Path) -> None:
     bfloat = np.full((2, 2), 0.5, ml_dtypes.bfloat16)
     write_whole(tmp_path, TENSORS | {"c": bfloat})
     file, tensors = open_tensors(tmp_path)
@@ -70,7 +70,7 @@ def test_one_file(tmp_path: Path) -> None:
         assert array.dtype == expected.dtype and np.array_equal(array, expected)
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_shards_are_read(tmp_path: Path) -> None:
     write_shards(tmp_path, PLACES)
     file, tensors = open_tensors(tmp_path)
     assert file.name == INDEX and {name: x.file.name for name, x in tensors.items()} == PLACES
@@ -78,7 +78,7 @@ def test_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_flax(wrapped: bool, tmp_path: Path) -> None:
+def test_msgpack_file_is_read(wrapped: bool, tmp_path: Path) -> None:
     kernel, table, scale = TENSORS["a.weight"], np.ones((3, 2), ml_dtypes.bfloat16), TENSORS["b.weight"]
     norm = {"norm": {"weight": scale}}
     tree = {"head": {"kernel": kernel}, "shared": {"embedding": table}, "block": {"0": norm}}
@@ -159,7 +159,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_damage_is_one_line(case: str, tmp_path: Path) -> None:
+def test_damage_raises_one_line(case: str, tmp_path: Path) -> None:
     damage, words = DAMAGES[case]
     damage(tmp_path)
     with pytest.raises(UserError) as caught:
@@ -170,7 +170,7 @@ def test_damage_is_one_line(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 7, 9, 60, 100])
-def test_truncated(cut: int, tmp_path: Path) -> None:
+def test_truncated_file_is_refused(cut: int, tmp_path: Path) -> None:
     write_whole(tmp_path, TENSORS)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-cut])
@@ -189,7 +189,7 @@ def test_truncated(cut: int, tmp_path: Path) -> None:
         (None, "cannot be read (No such file or directory)"),
     ],
 )
-def test_bad_json(content: bytes | None, words: str, tmp_path: Path) -> None:
+def test_invalid_json_is_refused(content: bytes | None, words: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(UserError) as caught:

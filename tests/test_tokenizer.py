@@ -200,7 +200,7 @@ def test_characters_that_a_sentencepiece_model_normalises(sentinels_inside: Path
     assert all(tokenizer.vanishes(text) for text in VANISHING) and not tokenizer.vanishes("🙂")
 
 
-def test_bytes(byt5: Path) -> None:
+def test_byte_tokenizer_encodes_and_decodes_utf_8(byt5: Path) -> None:
     tokenizer = Tokenizer.load(byt5)
     assert tokenizer.encode("né") == [ord("n") + 3, 0xC3 + 3, 0xA9 + 3]
     assert tokenizer.decode([0, ord("n") + 3, 0xC3 + 3, 0xA9 + 3, 300, 1]) == "né"  # 300 is a sentinel
@@ -214,7 +214,7 @@ def test_half_a_surrogate_pair(byt5: Path, demo: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byt5", "demo"])
-def test_threads(kind: str, request: pytest.FixtureRequest) -> None:
+def test_tokenizer_in_threads_gives_the_same_ids(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer = Tokenizer.load(request.getfixturevalue(kind))
     texts = [f"the river {i} ; small apples " * 20 for i in range(64)]
     expected = [tokenizer.encode(text) for text in texts]
@@ -460,7 +460,7 @@ def test_bad_paths(tmp_path: Path) -> None:
             Tokenizer.load(path)
 
 
-def test_old_files_that_name_no_class(t5: Path, tmp_path: Path) -> None:
+def test_tokenizer_config_without_a_class_is_read_as_t5(t5: Path, tmp_path: Path) -> None:
     """Files as of 2020: the class was told by the model's config.json alone."""
     shutil.copy(t5 / "spiece.model", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512, "extra_ids": 100}')

@@ -205,7 +205,7 @@ def test_other_files_that_decide(name: str, content: object, made: dict[str, Pat
     assert not isinstance(Tokenizer.load(directory)._inner, TokenizerFile)
 
 
-def test_the_published_one(real_data: Path) -> None:
+def test_published_t5_tokenizer_equals_transformers(real_data: Path) -> None:
     directory = real_data / "t5_tokenizer"
     ours = Tokenizer.load(directory)
     assert isinstance(ours._inner, TokenizerFile)

@@ -209,7 +209,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_is_one_line_at_once(kind: str, tmp_path: Path) -> None:
+def test_hostile_file_raises_one_line_at_once(kind: str, tmp_path: Path) -> None:
     given, words = HOSTILE[kind]
     more = {"byteorder": kind.encode()} if kind in ORDERS else {}
     archive(tmp_path / "pytorch_model.bin", *given, **more)
@@ -256,13 +256,13 @@ def test_members_that_overlap_are_refused(tmp_path: Path) -> None:
         open_tensors(tmp_path)
 
 
-def test_older_files_are_named(tmp_path: Path) -> None:
+def test_error_for_an_old_file_names_the_torch_version(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(UserError, match=r"torch before 1\.6"):
         open_tensors(tmp_path)
 
 
-def test_damage_is_one_line_or_no_harm(tmp_path: Path) -> None:
+def test_damaged_file_raises_one_line_or_is_read_correctly(tmp_path: Path) -> None:
     """Bytes that changed, and files that end early: an error of ours, or the tensors as they were."""
     file = tmp_path / "pytorch_model.bin"
     torch.save({"a": WIDE, "b": TENSORS["brain"]}, file)

@@ -280,7 +280,7 @@ def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatc
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == before
 
 
-def test_a_step_of_a_lost_stretch_is_saved_again(tmp_path):
+def test_saving_a_step_again_replaces_the_old_step(tmp_path):
     store = checkpoint.Store(tmp_path / "best", keep=1, writable=True)
     config = dataclasses.replace(CONFIG, model=None)  # no T5 has such parameters
     for value in (1.0, 2.0):

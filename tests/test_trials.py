@@ -237,7 +237,7 @@ def test_a_second_process_without_the_gpu_uses_xla(support: None, verdicts: Path
     assert not verdicts.exists()
 
 
-def test_a_refusal_is_kept_and_found_once(support: None, verdicts: Path, said: list[str]) -> None:
+def test_result_of_a_trial_in_a_child_process_is_stored(support: None, verdicts: Path, said: list[str]) -> None:
     for _ in range(2):
         child_trials.refusal.cache_clear()
         assert child_trials.refusal("kernels", f"{SUPPORT}:describe", 7).startswith("(7,)")

@@ -100,7 +100,7 @@ def test_a_record_has_no_two_equal_rows(made):
     assert report.lines(METHOD)[-1].endswith("; rows left out, as they repeat one above: 3")
 
 
-def test_without_the_setting_all_rows_stay_unreported(made):
+def test_without_the_setting_repeated_rows_are_kept_and_not_reported(made):
     plain = dataclasses.replace(made.config, decode=dataclasses.replace(made.config.decode, unique_rows=False))
     other = Generator.__new__(Generator)
     vars(other).update(vars(made), config=plain)
@@ -127,7 +127,7 @@ def test_a_sequential_answer_keeps_its_text(made, monkeypatch):
     assert found["log_probs"] == [[0, -1, -2]]
 
 
-def test_a_trace_is_of_the_rows_that_stay(made):
+def test_trace_omits_repeated_rows(made):
     """Numbered as in the record; the empty row after them is the next, as without the setting."""
     written = [[A, B], [A, B], [C], [C], []]
     calls = np.asarray(
@@ -171,7 +171,7 @@ def answers(seed, *, end=True):
 
 
 @pytest.mark.parametrize("end", [True, False], ids=["whole", "cut"])
-def test_events_are_of_the_rows_that_stay(end):
+def test_stream_omits_events_of_repeated_rows(end):
     """For any slices of steps; the events of a row are sent as soon as it differs from all rows above."""
     waited = 0
     for seed in range(200):

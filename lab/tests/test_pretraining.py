@@ -113,7 +113,7 @@ def test_command_writes_weights_and_examples(tmp_path):
     ("content", "says"),
     [("", "found no lines"), ('{"source": "a"}\n{"text": "b"}\n', ':2: found no "source"'), (None, "No such file")],
 )
-def test_unreadable_input_is_one_line(content, says, tmp_path):
+def test_unreadable_input_raises_one_line(content, says, tmp_path):
     if content is not None:
         (tmp_path / "texts.jsonl").write_text(content)
     with pytest.raises(UserError, match="texts.jsonl.*" + says):
