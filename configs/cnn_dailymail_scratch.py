@@ -5,9 +5,9 @@
         --set data.data_dir=DIR
     python -m lab.experiments.tables --output tables --run --sizes scratch --tasks cnn_dailymail --crossed
 
-The data are what `python -m pipejax data prepare cnn_dailymail` wrote, or, with data.task=jsonl, data.train, data.dev
-and data.test, lines of one's own. What came of fewer steps on two CPU cores is in lab/LOG.md. Nothing in the paper
-compares with it. The settings are our own choice: 3.6 million parameters, batches of 16, sources of 192 tokens.
+The data are the files of `python -m pipejax data prepare cnn_dailymail`, or, with data.task=jsonl, data.train, data.dev
+and data.test, your own lines. lab/LOG.md has results of fewer steps on two CPU cores. The paper has no comparable
+experiment. The settings are our choice: 3.6 million parameters, batches of 16, sources of 192 tokens.
 """
 
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
@@ -20,12 +20,12 @@ config = Config(
         max_source=192,
         max_target=512,
         separator=" ",
-        metric="rouge_score",  # said here for data.task=jsonl, whose own is another
+        metric="rouge_score",  # set here because data.task=jsonl would choose another metric
     ),
     train=TrainConfig(
         steps=1200,
         batch_size=16,
-        length_group=1,  # in so few steps compiling more lengths would cost more than padding
+        length_group=1,  # with so few steps, compiling more lengths would cost more than padding
         learning_rate=5e-4,
         schedule="linear",
         warmup_steps=60,

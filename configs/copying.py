@@ -1,4 +1,4 @@
-"""A T5 small enough to be pretrained on two CPU cores: `lab/experiments/pretraining.py` makes examples of any texts.
+"""A T5 that is small enough for pretraining on two CPU cores, with examples that lab.experiments.pretraining makes.
 
     python -m lab.experiments.pretraining --output runs/copying texts.jsonl ...
     python train.py --config configs/copying.py --workdir runs/copying/words --set train.init_from=runs/copying/start \
@@ -6,8 +6,8 @@
     python train.py --config configs/copying.py --workdir runs/copying/run --set train.init_from=runs/copying/words \
         --set data.train=runs/copying/train.jsonl --set data.dev=runs/copying/dev.jsonl
 
-`configs/kp20k_scratch.py` and `configs/cnn_dailymail_scratch.py` go on from it. lab/LOG.md has what fewer
-updates took.
+`configs/kp20k_scratch.py` and `configs/cnn_dailymail_scratch.py` continue from this model. lab/LOG.md has figures of a
+training with fewer updates.
 """
 
 from pipejax.config import Config, DataConfig, DecodeConfig, T5Config, TrainConfig
@@ -20,7 +20,7 @@ config = Config(
         method="sequential",
         steps=1600,
         batch_size=16,
-        length_group=1,  # all stretches are of like length, and each other length would be compiled
+        length_group=1,  # all stretches have similar lengths, and each further length would be compiled
         learning_rate=1e-3,
         schedule="linear",
         warmup_steps=200,

@@ -1,9 +1,10 @@
-"""The embedded task of `make demo`, generated from a seed: the contents of baskets that a note names. No download.
+"""The embedded task of `make demo`, generated from a seed without a download: the contents of baskets in a note.
 
     python train.py --config configs/demo.py --workdir runs/demo
     python train.py --config configs/demo.py --workdir runs/demo_sequential --set train.method=sequential
 
-Two CPU cores: one to two minutes each. Expected: exact-match F1 above 98 on unseen documents for both.
+Each command takes one to two minutes on two CPU cores. The expected exact-match F1 on unseen documents is above 98 for
+both.
 """
 
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig

@@ -1,16 +1,16 @@
-"""One's own data in another language than English: JSON lines on mT5-Base, whose tokenizer knows a hundred languages.
+"""Your own data in languages other than English: JSON lines with mT5-Base, whose tokenizer has a hundred languages.
 
     python -m pipejax convert from-hf google/mt5-base checkpoints/mt5-base
     python train.py --config configs/jsonl_mt5.py --workdir runs/mine \
         --set data.train=train.jsonl --set data.dev=dev.jsonl
 
-With titles and texts in fields of their own, and keyphrases parted by ";":
+For titles and texts in separate fields, and keyphrases separated by ";", add:
 
         --set "data.source_template={title}: {text}" --set data.targets=keyphrases --set data.rows=delimiter \
         --set "data.delimiter=;" --set data.metric=keyphrases
 
-One card of 24 GB, by estimate: mT5-Base has 580 million parameters, two thirds of them for its 250,000 pieces. It was
-never fine-tuned: give it a higher rate and more steps than a T5.
+By estimate the training fits on one card of 24 GB: mT5-Base has 580 million parameters, two thirds of them for its
+250,000 pieces. mT5 was not fine-tuned on any task: use a higher rate and more steps than for a T5.
 """
 
 from pipejax.config import Config, DataConfig, GridConfig, TrainConfig

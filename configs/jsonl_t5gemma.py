@@ -1,12 +1,12 @@
-"""One's own data on a T5Gemma by low-rank factors: JSON lines, on one card of 24 GB.
+"""Your own data as JSON lines, with low-rank factors of a T5Gemma, on one card of 24 GB.
 
     python -m pipejax convert from-hf google/t5gemma-b-b-prefixlm checkpoints/t5gemma-b-b
     python train.py --config configs/jsonl_t5gemma.py --workdir runs/mine \
         --set data.train=train.jsonl --set data.dev=dev.jsonl
 
-The weights stay as they are in bfloat16 products, and factors beside them are trained. By the compiler's plan a step
-takes 5.4 GiB of an RTX 4090, one of l-l 8.2 GiB with `--set train.accumulate=8`. For 2b-2b the float32 weights alone
-are 21 GiB, so take two cards: `--set mesh.fsdp=2 --set train.accumulate=12 --set train.pack=1`.
+The weights do not change, products are computed in bfloat16, and only the factors are trained. By the compiler's plan a
+step takes 5.4 GiB of an RTX 4090; a step of T5Gemma l-l takes 8.2 GiB with `--set train.accumulate=8`. The float32
+weights of 2b-2b alone have 21 GiB, so use two cards: `--set mesh.fsdp=2 --set train.accumulate=12 --set train.pack=1`.
 """
 
 from pipejax.config import Config, DataConfig, GridConfig, TrainConfig

@@ -1,15 +1,15 @@
 """MultiSpanQA: the paper's experiment, T5-Base with the pipelined decoder.
 
-    python -m pipejax data prepare msqa --manual-dir DIR     # without DIR it says which files it needs
+    python -m pipejax data prepare msqa --manual-dir DIR     # without DIR it lists the files that it needs
     python -m pipejax convert from-hf google-t5/t5-base checkpoints/t5-base
     python train.py --config configs/msqa.py --workdir runs/msqa_base_pipelined
 
-The sequential baseline takes one setting more, and T5-Large three, once it is converted in the same way:
+The sequential baseline needs one more setting. T5-Large needs three, after a conversion in the same way:
 
     --set train.method=sequential
     --set train.init_from=checkpoints/t5-large --set train.remat=layers --set mesh.fsdp=2
 
-T5-Base needs one card of 24 GB and T5-Large two: by estimate, and in the paper (RTX 4090). The paper reports
+T5-Base needs one card of 24 GB and T5-Large two, by estimate and in the paper (RTX 4090). The paper reports
 exact-match F1 / partial-match F1:
 
               trained as  dev        test       examples/s  memory
@@ -28,6 +28,6 @@ config = paper(
     "msqa",
     steps=1_907,  # ten epochs of 4,577 examples
     warmup_steps=95,
-    weight_decay=0.001,  # as the same group's One2Branch has it for answers
+    weight_decay=0.001,  # as in One2Branch, by the same group, for answers
     checkpoint_every=190,
 )

@@ -1,4 +1,4 @@
-"""What the configs of the paper's experiments have in common (section 4.3); each of them says what its task changes."""
+"""The common settings of the paper's experiments (section 4.3); each config states the changes for its task."""
 
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 
@@ -17,20 +17,20 @@ def paper(
     separator: str = "; ",
     pack: int = 0,
 ) -> Config:
-    """T5-Base with the pipelined decoder: AdamW, its rate and batch, and ten epochs, which are `steps` updates.
+    """The config of T5-Base with the pipelined decoder: AdamW with the paper's rate and batch, for ten epochs.
 
     Args:
-      task: its name.
-      steps: ten epochs.
-      warmup_steps: the paper leaves them open; then the rate is constant.
-      weight_decay: left open, too; the default is what the same group's One2Branch has for keyphrases.
-      checkpoint_every: steps.
-      time_max: 50 is the paper's, which would cut off too much of summaries and long answers.
-      sub_max: 20 is the paper's.
-      max_target: tokens of a target.
-      max_length: tokens of a sequential answer.
-      separator: between the rows of a sequential answer.
-      pack: targets in one row of slots, at the most; 0 chooses.
+      task: the name of the task.
+      steps: the number of updates in ten epochs.
+      warmup_steps: the updates of the warm-up, which the paper does not state; after it the rate is constant.
+      weight_decay: not stated either; the default is the value of One2Branch, by the same group, for keyphrases.
+      checkpoint_every: steps between checkpoints.
+      time_max: most time-steps. The paper has 50, which would truncate many summaries and long answers.
+      sub_max: most rows. The paper has 20.
+      max_target: most tokens of a target.
+      max_length: most tokens of a sequential answer.
+      separator: the text between the rows of a sequential answer.
+      pack: most targets in one sequence of slots; 0: chosen automatically.
     """
     return Config(
         name=task,
@@ -42,13 +42,13 @@ def paper(
             learning_rate=1e-4,
             warmup_steps=warmup_steps,
             weight_decay=weight_decay,
-            dropout=0.1,  # as T5 itself was trained
+            dropout=0.1,  # as in the training of T5
             clip_norm=1.0,
             init_from="checkpoints/t5-base",
-            evaluate_every=steps // 10,  # an epoch
+            evaluate_every=steps // 10,  # once for each epoch
             evaluate_examples=1000,
             checkpoint_every=checkpoint_every,
-            # What fits into 24 GB: six examples at a time; all but matrix products is computed again for the gradient.
+            # To fit in 24 GB: six examples at a time, and everything except matrix products is computed again.
             accumulate=4,
             remat="dots",
             pack=pack,

@@ -1,9 +1,9 @@
-"""Writes tests/messages.txt: all messages of pipejax as a user sees them, by module, so that they can be read at once.
+"""Writes tests/messages.txt, which has all messages of pipejax as users see them, by module.
 
     python -m tools.messages
 
-The messages are collected from the source: errors, log lines, warnings, notes, and help texts of flags. A value that is
-inserted is shown by its name in braces, "{path}"; one of several texts as "{one | another}".
+The messages are collected from the source: errors, log lines, warnings, notes, and help texts of flags. An inserted
+value is shown by its name in braces, "{path}", and one of several texts as "{one | another}".
 """
 
 import ast
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def collected() -> str:
-    """The content of tests/messages.txt as it follows from the source."""
+    """Collects the messages from the source; returns the content of tests/messages.txt."""
     parts = []
     for path in sorted((ROOT / "pipejax").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -74,7 +74,9 @@ def _of_call(call: ast.Call, shown: Callable[[ast.expr], str]) -> Iterator[tuple
         yield "error", _joined(parts)
     elif name in PLACED and len(call.args) == 3:
         yield "error", _joined(dict(zip(("place", "found", "expected"), map(shown, call.args), strict=True)))
-    elif name == "refuse" and len(call.args) == 4:  # of `strategy_checks`, with the owner of the place as an argument
+    elif (
+        name == "refuse" and len(call.args) == 4
+    ):  # the function in `strategy_checks`, which has the owner of the place as an argument
         owner, *rest = map(shown, call.args)
         yield "error", f"{owner}." + _joined(dict(zip(("place", "found", "expected"), rest, strict=True)))
     elif name in OTHERS and len(call.args) > OTHERS[name][0]:
@@ -110,7 +112,7 @@ def _is_logged(function: ast.expr) -> bool:
 
 
 def _local_texts(scope: ast.AST) -> dict[str, ast.expr]:
-    """The variables of a module or function that are assigned once, and a text."""
+    """The variables of a module or function that are assigned once, with a text as the value."""
     found: dict[str, list[ast.expr]] = {}
     for node in _own_nodes(scope):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -164,7 +166,7 @@ def _name(x: ast.expr) -> str:
 
 
 def _has_words(text: str) -> bool:
-    """Whether a text has words besides the inserted values."""
+    """Whether a text has words in addition to inserted values."""
     depth, own = 0, ""
     for character in text:
         depth += (character == "{") - (character == "}")

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Builds the wheels, installs each without extras into an environment of its own, and uses it in an empty directory:
+# Builds the wheels, installs each without extras into a separate environment, and uses it in an empty directory:
 # tools/package.sh [PYTHON] [OUT]
 #
-# pip downloads the newest versions that pyproject.toml allows. The wheels are kept in OUT, if that is given; else nothing
-# is left behind. On Linux x86-64 with a C++ compiler there is a second wheel, which ships the kernel compiled.
+# pip downloads the newest versions that pyproject.toml allows. With OUT the wheels are kept there; otherwise all files are
+# removed at the end. On Linux x86-64 with a C++ compiler there is a second wheel, which contains the compiled kernel.
 set -eu
 
 clone=$(cd "$(dirname "$0")/.." && pwd -P)
@@ -15,7 +15,7 @@ export PIPEJAX_CACHE="$folder/cache"
 
 mkdir "$folder/source" "$folder/empty" "$folder/wheels"
 git -C "$clone" ls-files -z --cached --others --exclude-standard -- pipejax pyproject.toml README.md LICENSE |
-    tar -C "$clone" --null --files-from - -cf - | tar -C "$folder/source" -xf - # without what earlier builds left
+    tar -C "$clone" --null --files-from - -cf - | tar -C "$folder/source" -xf - # excludes the files of earlier builds
 "$python" -m venv "$folder/venv"
 PATH="$folder/venv/bin:$PATH"
 python -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" "$folder/source"
@@ -29,7 +29,7 @@ pipejax --help >/dev/null
 pipejax convert from-hf t5 converted
 echo '{"id": "a", "source_ids": [5, 6, 7, 1], "gold": ["a"], "pred": ["b"]}' >in.jsonl
 
-# decode NAME: into NAME-STRATEGY.jsonl
+# decode NAME: writes NAME-STRATEGY.jsonl
 decode() {
     for strategy in pipelined sequential; do
         pipejax decode --checkpoint converted --input in.jsonl --output "$1-$strategy.jsonl" --method $strategy \
@@ -39,7 +39,7 @@ decode() {
 decode pure
 cat pure-*.jsonl
 code=0
-pipejax metrics rouge in.jsonl || code=$? # one line that names the extra
+pipejax metrics rouge in.jsonl || code=$? # fails with one line that names the extra
 test $code = 2
 
 if [ "$(uname -sm)" = "Linux x86_64" ] && command -v "${CXX:-c++}" >/dev/null; then
@@ -49,7 +49,7 @@ if [ "$(uname -sm)" = "Linux x86_64" ] && command -v "${CXX:-c++}" >/dev/null; t
     PYTHONPATH="$tools" python "$clone/tools/ship_kernel.py" "$folder"/wheels/pipejax-*-any.whl "$folder/wheels"
     python -m pip uninstall --quiet --yes pipejax
     python -m pip install --quiet --no-deps "$folder"/wheels/pipejax-*-manylinux*.whl
-    # With neither a compiler nor a cache to keep a kernel in.
+    # Without a compiler, and without a cache for a compiled kernel.
     (
         unset CXX
         export PATH="$folder/venv/bin" PIPEJAX_CACHE=off

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-HEADS, WIDTH, HIDDEN, WORDS = 2, 32, 48, 32  # pipejax's own kernel wants multiples of 16
+HEADS, WIDTH, HIDDEN, WORDS = 2, 32, 48, 32  # multiples of 16, as pipejax's kernel requires
 CONFIG = {"model_type": "t5", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, "num_layers": 1}
 SIZES = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": HIDDEN, "num_heads": HEADS}
 LAYERS = {
@@ -17,7 +17,7 @@ LAYERS = {
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Of all tensors, by name."""
+    """The shapes of all tensors by name."""
     found: dict[str, tuple[int, ...]] = {"shared.weight": (WORDS, WIDTH)}
     for stack, layers in LAYERS.items():
         for i, layer in enumerate(layers):

@@ -1,7 +1,7 @@
-"""Adds the compiled kernel to a pure wheel, so that its users need no compiler: ship_kernel.py WHEEL OUT.
+"""Adds the compiled kernel to a pure wheel, so that users of the wheel need no compiler: ship_kernel.py WHEEL OUT.
 
-Runs where that wheel is installed, with `wheel` and `auditwheel` beside it, on Linux x86-64 with a C++ compiler. The
-new wheel's name says which glibc it needs: that of the system it is made on, or an older one.
+The script needs Linux x86-64, a C++ compiler, and an environment with this wheel, `wheel` and `auditwheel` installed.
+The name of the new wheel has the glibc that it requires: the version of this system or an older one.
 """
 
 import json
@@ -24,7 +24,7 @@ def run(*arguments: str | Path) -> str:
 
 
 def pack(content: Path, platform: str, out: Path) -> Path:
-    """Packs an unpacked wheel as one for that platform, whatever the Python."""
+    """Packs an unpacked wheel as a wheel for a platform and any Python; returns its path."""
     (file,) = content.glob("*.dist-info/WHEEL")
     text = re.sub(r"^Root-Is-Purelib: .*$", "Root-Is-Purelib: false", file.read_text(), flags=re.MULTILINE)
     file.write_text(re.sub(r"^Tag: .*$", f"Tag: py3-none-{platform}", text, flags=re.MULTILINE))
@@ -34,7 +34,7 @@ def pack(content: Path, platform: str, out: Path) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the wheel into the directory OUT and prints its path."""
+    """Writes the wheel to the directory OUT, and prints its path."""
     pure, out = map(Path, argv)
     with tempfile.TemporaryDirectory() as scratch:
         run("wheel", "unpack", "--dest", scratch, pure)
@@ -44,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
         for source in cpu_kernel.SOURCES:
             if (target / source.name).read_bytes() != source.read_bytes():
                 sys.exit(f"{source}: differs from what {pure} has; expected that wheel to be installed")
-        for level in cpu_kernel.LEVELS[:-1]:  # the last is for the machine that compiles
+        for level in cpu_kernel.LEVELS[:-1]:  # the last level is for the machine that compiles
             library = target / cpu_kernel.shipped(level).relative_to(here)
             library.parent.mkdir(exist_ok=True)
             if failed := cpu_kernel.build(level, f"{os.environ.get('CXX', 'c++')} -s", library):
                 sys.exit(f"{level.name}: {failed}")
             library.chmod(0o755)
         made = pack(content, "linux_x86_64", Path(scratch))
-        # Each level is for processors that auditwheel would warn of; which one fits is found out where it is used.
+        # auditwheel would warn about the processors of each level; the kernel chooses a level when it is loaded.
         found = json.loads(run("auditwheel", "show", "--json", "--disable-isa-ext-check", made))
         print(pack(content, found["overall_tag"], out))
     return 0

@@ -1,12 +1,11 @@
 #!/bin/sh
-# Tests with the newest JAX of the requirements, which needs a newer Python than the oldest that pipejax runs on:
-# tools/test_newest.sh [PYTHON [PYTEST'S ARGUMENTS]]. PYTHON is 3.12 or newer, python3.13 unless it is given; without it
-# this fails.
+# Tests with the newest JAX of the requirements: tools/test_newest.sh [PYTHON [PYTEST'S ARGUMENTS]].
 #
-# In an environment of its own, build/newest, run: compilation for GPUs that are not here, of training steps (also by
-# `pipejax plan --target`) and of decoding (`lab.benchmarks.programs`, which counts instructions as well), and the quick
-# tests of what a JAX may break: memory plans, attention in blocks, kernels for GPUs and CPUs, decoding steps and training
-# steps. About seven minutes on two cores.
+# PYTHON is 3.12 or newer (default: python3.13); the newest JAX does not support the oldest Python of pipejax. The script
+# uses a separate environment, build/newest. It compiles training steps for absent GPUs (also by `pipejax plan --target`)
+# and decoding (`lab.benchmarks.programs`, which counts instructions as well), and runs the quick tests of parts that a new
+# JAX may break: memory plans, attention in blocks, kernels for GPUs and CPUs, decoding steps and training steps. This
+# takes about seven minutes on two cores.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -24,7 +23,7 @@ tools/venv.sh requirements/programs.txt "$python" "$venv"
 run="$venv/bin/python"
 "$run" -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
 
-export PIPEJAX_TEST_NEWEST=1 # absent compilers are failures
+export PIPEJAX_TEST_NEWEST=1 # missing compilers are failures
 "$run" -m pytest -n 2 -m "not long" tests/test_targets.py lab/tests/test_benchmark_programs.py "$@"
 "$run" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not long" \
     tests/test_plan.py tests/test_block_attention.py tests/test_gpu.py lab/tests/test_launch.py tests/test_decoding.py \

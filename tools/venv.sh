@@ -1,10 +1,10 @@
 #!/bin/sh
 # Brings an environment up to date with a requirements file: tools/venv.sh requirements/test.txt [PYTHON [DIR]]
 #
-# DIR is the environment's directory, .venv unless it is given. Without PYTHON, python3 makes it if there is none. With it,
-# an environment of another Python is made anew.
-# DIR/.made holds the path that it was made for, each requirements file as it was installed, and "unfinished" while pip
-# runs: an environment that moved, broke or was interrupted is made anew.
+# DIR is the directory of the environment (default: .venv). Without PYTHON, python3 creates a missing environment. With
+# PYTHON, an environment of another Python version is created again.
+# DIR/.made holds the path of the environment, each requirements file as it was installed, and a file "unfinished" while
+# pip runs: an environment that was moved, damaged or interrupted is created again.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -21,11 +21,11 @@ fail() {
     exit 2
 }
 
-version_of() { # 3.12
+version_of() { # prints the version of a Python, such as 3.12
     ("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])') 2>/dev/null
 }
 
-contents() { # a requirements file, and the one that it includes
+contents() { # prints a requirements file, and the file that it includes
     cat "$1"
     included=$(sed -n 's/^-r //p' "$1")
     test -z "$included" || contents "$(dirname "$1")/$included"
@@ -63,19 +63,19 @@ install() {
     begin
     rm -f "$record"
     set -- --no-input --disable-pip-version-check -r "$requirements"
-    test -t 2 || set -- --progress-bar off "$@" # a line for each package, so that nobody waits in silence
-    # Compilers for devices that are not here lie beside .venv's packages, where no JAX looks for devices.
+    test -t 2 || set -- --progress-bar off "$@" # prints a line for each package to show progress
+    # Compilers for absent devices are installed outside of .venv's packages, so that JAX does not use them as devices.
     test "$requirements" != requirements/programs.txt || set -- --no-deps --upgrade --target "$venv/programs" "$@"
     PIP_USER=0 "$venv/bin/python" -m pip install "$@" >&2 || {
         code=$?
-        test $code -gt 128 || rm "$made/unfinished" # pip cleans up behind its own errors, not when it is killed
+        test $code -gt 128 || rm "$made/unfinished" # pip cleans up after its own errors, but not if it is killed
         exit $code
     }
     contents "$requirements" >"$record"
     rm "$made/unfinished"
 }
 
-exec 9<"$0" # two makes take turns, where flock exists
+exec 9<"$0" # two calls of make take turns if flock exists
 if command -v flock >/dev/null; then flock 9 2>/dev/null || true; fi
 
 usable || make_venv

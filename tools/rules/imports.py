@@ -1,4 +1,4 @@
-"""Rules of imports: the order of layers, the core and what lies outside it, and where libraries may be imported."""
+"""Rules of imports: the order of layers, the core and the folders outside it, and the modules that import libraries."""
 
 import ast
 import functools
@@ -90,7 +90,7 @@ def _graph(repository: Repository) -> dict[str, dict[str, int]]:
 
 @functools.lru_cache(maxsize=1)
 def _at_once(repository: Repository) -> dict[str, list[Name]]:
-    """The names that importing each module imports: not those in functions, nor those for type checkers."""
+    """The names that a module imports when it is imported, without names in functions or for type checkers."""
     found = {}
     for module, file in repository.modules.items():
         later: set[Name] = set()
@@ -109,7 +109,7 @@ def _mentions(repository: Repository) -> dict[str, list[Name]]:
 
 
 def _edges(repository: Repository, module: str, names: Iterable[Name]) -> dict[str, int]:
-    """The modules that imports name: for "pipejax.grid.visible" the longest part that is a module."""
+    """The modules of imported names: for "pipejax.grid.visible" the longest part that is a module."""
     found: dict[str, int] = {}
     for name, line in names:
         while name and name not in repository.modules:
@@ -208,7 +208,7 @@ def no_import_cycle(repository: Repository) -> Iterator[Finding]:
 
 
 def modules_kept_apart(repository: Repository) -> Iterator[Finding]:
-    """Modules as in NON_EDGES do not import one another through others."""
+    """The modules in NON_EDGES do not import their targets, directly or through others."""
     graph, mentions = {module: set(targets) for module, targets in _graph(repository).items()}, _mentions(repository)
     names_at_once = _at_once(repository)
     graph_at_once = {module: set(_edges(repository, module, names)) for module, names in names_at_once.items()}

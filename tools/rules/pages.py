@@ -8,7 +8,7 @@ from tools.rules.repository import Finding, Repository
 
 README_WORDS = (700, 1000)
 ARCHITECTURE = "docs/architecture.md"
-DEFINED = r"\b(def|class|struct) {0}\b|\b{0}\(|^\s*{0}\b.* = |^\s*{0}:"  # how a name looks where it is defined
+DEFINED = r"\b(def|class|struct) {0}\b|\b{0}\(|^\s*{0}\b.* = |^\s*{0}:"  # a definition of a name
 
 
 def _pages(repository: Repository) -> list[str]:
@@ -36,7 +36,7 @@ def _table(repository: Repository, file: str, name: str) -> dict[str, object]:
 
 
 def readme_is_a_front_page(repository: Repository) -> Iterator[Finding]:
-    """README.md is neither a stub nor a manual."""
+    """README.md has a number of words that is typical of a front page."""
     low, high = README_WORDS
     words = len(repository.text("README.md").split())
     if not low <= words <= high:

@@ -29,7 +29,7 @@ class Name(NamedTuple):
 
 
 class Repository:
-    """Files by their paths from the root, with "/" between parts. Trees are parsed once."""
+    """Files by their paths from the root, with "/" between parts. Each syntax tree is parsed once."""
 
     def __init__(self, files: Mapping[str, str | Path]) -> None:
         """Creates a repository of texts, or of files that are read when a rule needs them."""
@@ -57,7 +57,7 @@ class Repository:
         return sorted(name for name in self._files if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
     def text(self, file: str) -> str:
-        """Returns the text of a file; of one that does not exist, an empty one."""
+        """Returns the text of a file; an empty text if the file does not exist."""
         if file not in self._texts:
             content = self._files.get(file, "")
             self._texts[file] = content if isinstance(content, str) else content.read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ class Repository:
 
     @functools.cached_property
     def tests(self) -> list[str]:
-        """The Python files of the test suite, with conftest.py and what tests share."""
+        """The Python files of the test suite, with conftest.py and the modules that tests share."""
         return self.named("conftest.py", "tests/*.py", "lab/tests/*.py")
 
     @functools.cached_property
@@ -130,7 +130,7 @@ def imported(tree: ast.AST) -> Iterator[Name]:
 
 
 def mentioned(tree: ast.AST) -> Iterator[Name]:
-    """Yields the imported names, and the attributes by which more of an imported package can be reached."""
+    """Yields the imported names, and the names of attributes that are reached through imported packages."""
     names = list(imported(tree))
     yield from names
     packages = {name.partition(".")[0] for name, _ in names}

@@ -75,7 +75,7 @@ def _distributions() -> Mapping[str, list[str]]:
 
 def _libraries(names: Iterable[Name]) -> dict[str, tuple[set[str], int]]:
     """The foreign packages that are imported: the libraries that may hold each, and its first line."""
-    # Python's own modules, also of 3.14 and later, and the stubs that type checkers bring along.
+    # Python's own modules, including modules of 3.14 and later, and the stubs of type checkers.
     theirs = sys.stdlib_module_names | {"compression", "_typeshed", "pipejax", "lab"}
     found: dict[str, tuple[set[str], int]] = {}
     for full, line in names:
@@ -151,12 +151,12 @@ def demo_needs_only_requirements(repository: Repository) -> Iterator[Finding]:
 def extras_are_imported_with_their_names(repository: Repository) -> Iterator[Finding]:
     """A library that the core lacks is imported inside `with extra(NAME, ...)`.
 
-    Where it is absent, users then read the name of the extra and no traceback. A library that is installed only because
-    another one requires it counts as absent: a later version of that one may drop it.
+    If the library is absent, users then see the name of the extra and no traceback. A library that is installed only
+    because another library requires it counts as absent: a later version of the other library may drop it.
     """
     core = set(_wanted(repository))
     for module, file in repository.modules.items():
-        if module == "pipejax.convert.rows_in_torch":  # transformers runs this one
+        if module == "pipejax.convert.rows_in_torch":  # transformers runs this module
             continue
         inside: set[Name] = set()
         for node in ast.walk(repository.tree(file)):
