@@ -6,12 +6,12 @@ import pytest
 
 from lab.experiments.tables.cells import Cell
 from lab.experiments.tables.paper import REPORTED
-from support.paper_configs import EXPERIMENTS, TASKS, experiment, says
+from support.paper_configs import EXPERIMENTS, TASKS, docstring_of, experiment
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_config_docstring_has_command_and_reported_numbers(task):
-    text, words = says(task), says(task).split()
+    text, words = docstring_of(task), docstring_of(task).split()
     assert f"--config configs/{task}.py --workdir runs/{Cell(task, 'base', 'pipelined').name}" in text
     assert f"prepare {task} --manual-dir" in text and "from-hf google-t5/t5-base checkpoints/t5-base" in text
     for size, objective in itertools.product(("base", "large"), ("pipelined", "sequential")):

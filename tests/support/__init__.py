@@ -1,1 +1,1 @@
-"""What several test modules share: references to compare with, tiny models and data. No test is in here."""
+"""Code that several test modules share: reference implementations, tiny models and data. It contains no tests."""

@@ -1,4 +1,4 @@
-"""Small backbones of all kinds that transformers has as well, each with its model there."""
+"""Small backbones of all kinds that transformers supports, each with its model of transformers."""
 
 import dataclasses
 import json
@@ -21,14 +21,18 @@ from support.tiny import FEW_WORDS
 
 @dataclasses.dataclass(frozen=True)
 class BackboneCase:
-    """A small backbone with all features of its kind, and how transformers makes, loads and runs its model."""
+    """A small backbone with all features of its kind, with functions that make, load and run transformers' model."""
 
     model: Any
     make: Callable[[Any], Any]  # the model of transformers for a config, with random weights
-    load: Callable[[Any, Any, Any], Any]  # the same model with our weights: of the model, our config, our parameters
+    load: Callable[
+        [Any, Any, Any], Any
+    ]  # the same model with our weights, from the model, our config and our parameters
     logits: Callable[[Any], Logits]
     params: Callable[[Any, int], Any]  # random parameters for a config and a seed
-    name_in_module: Callable[[str], str] = str  # the name of a parameter in torch, for the name of its tensor in a file
+    name_in_module: Callable[[str], str] = (
+        str  # maps the name of a tensor in a file to the name of a parameter in torch
+    )
     lowest: int = 3  # the lowest id in sources of `check_greedy_tokens`
     window: int = 0  # the decoder's window of attention; 0: none
 
@@ -40,13 +44,13 @@ class BackboneCase:
 
 
 def gemma_logits(torchs: Any) -> Logits:
-    """Of a T5Gemma or T5Gemma 2: with explicit masks, of windows on positions as well, and positions."""
+    """Logits of a T5Gemma or T5Gemma 2 with explicit positions and masks, including windows of positions."""
     is_second = isinstance(torchs, transformers.T5Gemma2ForConditionalGeneration)
 
     def logits(source: Any, real: Any, tokens: Any, visible: Any, position: Any) -> torch.Tensor:
         window = torchs.config.decoder.sliding_window
         near = visible & (position[:, None] - position[None] < window)
-        if is_second:  # SDPA joins them with the source's mask, which is one of booleans
+        if is_second:  # SDPA combines them with the source's mask, which is boolean
             full, sliding = (x[None, None].expand(len(tokens), -1, -1, -1) for x in (visible, near))
         else:
             full, sliding = (torch.where(x, 0.0, -torch.inf)[None, None] for x in (visible, near))
@@ -63,14 +67,14 @@ def gemma_logits(torchs: Any) -> Logits:
     return logits
 
 
-# T5Gemma: groups, sides of unequal widths, caps that bend, windows that answers leave.
+# T5Gemma: groups, sides of unequal widths, effective soft caps, windows that are shorter than answers.
 
 
 def _make_t5gemma(model: T5GemmaConfig) -> Any:
     facts = config_facts(model)
     config = transformers.T5GemmaConfig(**facts)
     for part in (config, config.encoder, config.decoder):
-        part._attn_implementation = "eager"  # the only one with soft caps
+        part._attn_implementation = "eager"  # the only implementation with soft caps
     return transformers.T5GemmaForConditionalGeneration(config).eval()
 
 
@@ -117,11 +121,11 @@ UNTIED = dataclasses.replace(
     tied_head=False,
 )
 
-# T5Gemma 2: groups, windows that answers leave, rotations of two kinds, a token with a vector of its own.
+# T5Gemma 2: groups, windows that are shorter than answers, two kinds of rotations, a token with a separate vector.
 
 
 def _make_t5gemma2(model: T5Gemma2Config) -> Any:
-    """With a small vision tower."""
+    """A T5Gemma 2 of transformers with a small vision tower."""
     facts = config_facts(model)
     facts["encoder"] |= {"vision_config": VISION, "mm_tokens_per_image": 4}
     config = transformers.T5Gemma2Config(**facts)
@@ -133,7 +137,7 @@ def _name_in_t5gemma2(name: str) -> str:
 
 
 def _load_t5gemma2(torchs: Any, model: T5Gemma2Config, params: Any) -> Any:
-    """The tower keeps its weights."""
+    """Loads our weights; the vision tower keeps its weights."""
     state = {_name_in_t5gemma2(name): x for name, x in in_transformers.tensors(model, params).items()}
     found = torchs.load_state_dict(state, strict=False)
     tied = ("lm_head.out_proj.weight", "model.decoder.embed_tokens.weight", "model.decoder.embed_tokens.eoi_embedding")
@@ -183,11 +187,11 @@ T5GEMMA2 = BackboneCase(
     window=5,
 )
 
-# UMT5, with a head of its own that is not scaled, as published.
+# UMT5, with a separate head that is not scaled, as in the published models.
 
 
 def _make_umt5(model: UMT5Config) -> Any:
-    """With a separate head, which transformers would tie."""
+    """A UMT5 of transformers with a separate head, which transformers would tie."""
     facts = config_facts(model)
     torchs = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**facts))
     torchs.lm_head.weight = torch.nn.Parameter(torch.empty_like(torchs.shared.weight))
@@ -202,7 +206,7 @@ def _load_umt5(torchs: Any, model: UMT5Config, params: Any) -> Any:
 
 
 def umt5_logits(torchs: Any) -> Logits:
-    """Of a UMT5, which has no argument for positions: its biases are made of them here."""
+    """Logits of a UMT5. It has no argument for positions, so biases are computed from positions here."""
 
     def logits(source: Any, real: Any, tokens: Any, visible: Any, position: Any) -> torch.Tensor:
         apart = position[None] - position[:, None]
@@ -215,7 +219,7 @@ def umt5_logits(torchs: Any) -> Logits:
         found = torchs(input_ids=source, decoder_input_ids=tokens, **given).logits
         for block in torchs.decoder.block:
             del block.layer[0].SelfAttention.compute_bias
-        # transformers divides a separate head by the root of the width as well; T5X, where UMT5 comes from, does not.
+        # transformers scales the input of a separate head as well; T5X, the origin of UMT5, does not.
         scaled: torch.Tensor = found * torchs.config.d_model**0.5
         return scaled
 
@@ -223,7 +227,7 @@ def umt5_logits(torchs: Any) -> Logits:
 
 
 def save_umt5(torchs: Any, place: Path) -> None:
-    """Writes a UMT5 as published: `save_pretrained` would leave the head out."""
+    """Writes a UMT5 like the published ones: `save_pretrained` would leave the head out."""
     torchs.config.save_pretrained(place)
     file = place / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))

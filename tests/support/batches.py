@@ -1,4 +1,4 @@
-"""Random sources as a padded batch, and the rows that were decoded of one."""
+"""Random sources as a padded batch, and the rows of a decoded batch."""
 
 import numpy as np
 
@@ -6,14 +6,16 @@ from pipejax.decoding import Decoded
 
 
 def sources(rng: np.random.Generator, batch: int, vocab: int) -> list[list[int]]:
-    """Each of 1 to 16 ids."""
+    """Draws sources of 1 to 16 ids."""
     return [rng.integers(0, vocab, rng.integers(1, 17)).tolist() for _ in range(batch)]
 
 
 def padded(batch: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Source i32 [B, 16] and length i32 [B]."""
+    """A padded batch: source i32 [B, 16] and length i32 [B]."""
     length = np.asarray([len(s) for s in batch], np.int32)
-    source = np.full((len(batch), 16), 3, np.int32)  # padding is real-looking: only the length may count
+    source = np.full(
+        (len(batch), 16), 3, np.int32
+    )  # padding looks like tokens, so that only the length distinguishes it
     for i, ids in enumerate(batch):
         source[i, : len(ids)] = ids
     return source, length

@@ -1,7 +1,7 @@
 """A branching method (One2Branch): every token whose logit is above 0 continues a phrase, so that phrases branch.
 
-Phrases with the same beginning share it. The rows of a step are the open phrases, each of which sees its own tokens
-alone. Training lays the phrases out on an anti-diagonal, where no row sees another one.
+Phrases with a common beginning share it. The rows of a step are the open phrases, each of which sees only its own
+tokens. Training lays the phrases out on an anti-diagonal, on which no row sees another row.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ class State:
     """All arrays except `step` have a first axis of B."""
 
     step: Array  # i32 scalar
-    tokens: Array  # i32 [B, R, T], of the open phrases
+    tokens: Array  # i32 [B, R, T], the tokens of the open phrases
     lineage: Array  # i32 [B, R, T], the row in which each token of a phrase was fed
     live: Array  # bool [B, R]
     found: Array  # i32 [B, R, T], the complete phrases
-    lengths: Array  # i32 [B, R], of the complete phrases
+    lengths: Array  # i32 [B, R], the lengths of the complete phrases
     count: Array  # i32 [B], number of complete phrases
     cut: Array  # bool [B], whether a phrase was given up
     steps: Array  # i32 [B]
 
 
 def first(flags: Array, most: int) -> tuple[Array, Array]:
-    """The indices i32 [B, most] of the first flags of bool [B, n] that are set, and whether there are so many."""
+    """The indices i32 [B, most] of the first set flags of bool [B, n], and whether there are that many."""
     order = jnp.argsort(~flags, axis=1, stable=True)[:, :most]
     return order, jnp.take_along_axis(flags, order, axis=1)
 
@@ -75,7 +75,7 @@ class Branches(Plain):
         return state, Query(fed, row, jnp.full_like(row, state.step), state.live, lineage=state.lineage)
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
-        """The most likely tokens i32 [N, CHOICES], and whether each continues: above 0, or the first of all."""
+        """The most likely tokens i32 [N, CHOICES], and whether each continues a phrase: the first, and all above 0."""
         best, ids = jax.lax.top_k(logits.T, CHOICES)
         return ids, (best > 0) | (jnp.arange(CHOICES) == 0)
 

@@ -1,4 +1,4 @@
-"""Compiled programs that outlive the run which made them: tests start many runs of the same few models."""
+"""Compiled programs that several runs share: tests start many runs of the same few models."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from pipejax.inference.report import Report
 from pipejax.training import start
 from pipejax.training.step import Trainer
 
-# What no compiled step knows of; at a constant rate it does not know how many there are, either.
+# Settings on which no compiled step depends; at a constant rate it does not depend on the number of steps, either.
 OUTSIDE = (
     *("method", "length_group", "shapes", "max_bad_steps", "init_from", "tensorboard", "wandb", "patience"),
     *("log_every", "evaluate_every", "evaluate_examples", "checkpoint_every", "keep_checkpoints", "keep_every"),
@@ -25,17 +25,17 @@ _programs: dict[Any, Any] = {}
 
 
 def free_programs() -> None:
-    """Forgets the shared programs of decoding; tests that need one compile it again."""
+    """Frees the shared programs of decoding; tests that need them compile them again."""
     _programs.clear()
 
 
 class _Trainer(Trainer):
     def close(self) -> None:
-        """Other runs still compile with it."""
+        """Does nothing: other runs still use the trainer."""
 
 
 def shared_trainer(config: Config) -> Trainer:
-    """One for all configs that compile the same step."""
+    """Returns one trainer for all configs that compile the same step."""
     outside = (*OUTSIDE, "steps") if config.train.schedule == "constant" else OUTSIDE
     default = TrainConfig()
     train = dataclasses.replace(config.train, **{name: getattr(default, name) for name in outside})
@@ -48,15 +48,18 @@ def shared_trainer(config: Config) -> Trainer:
 
 @contextlib.contextmanager
 def compiled_once() -> Iterator[dict[Any, Trainer]]:
-    """Runs and generators that begin inside share what they compile, each as if it were the first; gives the trainers.
+    """A context in which runs and generators share compiled programs, as if each were the first; yields trainers.
 
-    What a test puts in place of a backbone's or a loop's functions must not come in here.
+    Functions of a backbone or a loop that a test replaces must not be shared.
     """
     whole, steps = Programs._program, BatchPrograms.program
     decode, encode = programs.decode_batch, programs.encode_batch
 
     def whole_once(self: Programs, call: Call, report: Report) -> Any:
-        if (programs.decode_batch, programs.encode_batch) != (decode, encode):  # a test's own, such as one that fails
+        if (programs.decode_batch, programs.encode_batch) != (
+            decode,
+            encode,
+        ):  # functions of a test, such as failing ones
             return whole(self, call, report)
         made_for = self.model, self.backend, tuple(self.devices), programs.SLOTS
         shared = *made_for, *call._replace(arguments=()), *shapes_of(call.arguments)

@@ -1,10 +1,10 @@
-"""Child processes of a process, and the workers of `pipejax bulk` among them."""
+"""The descendants of a process, and the workers of `pipejax bulk` among them."""
 
 from pathlib import Path
 
 
 def descendants(process: int) -> list[int]:
-    """All processes that it has started, directly or not."""
+    """All processes that a process has started, directly or not."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -18,7 +18,7 @@ def descendants(process: int) -> list[int]:
 
 
 def workers(leader: int) -> list[int]:
-    """The actors of a leader."""
+    """The processes of a leader's actors."""
     found = []
     for process in descendants(leader):
         try:

@@ -12,7 +12,7 @@ GUESSED = 16  # tokens of a row in a table of guesses
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Guesses from a table, which is the source: of row i with j tokens `table[i][j:]`."""
+    """Guesses from a table, which is the source: the guess for row i with j tokens is `table[i][j:]`."""
 
     odds: tuple[float, ...] = (0.9,)
 

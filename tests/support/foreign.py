@@ -1,7 +1,7 @@
-"""A family of custom methods: rows start at any time, and a step asks one or two tokens of a row.
+"""A family of custom methods: rows start at any time, and a step has one or two queries of a row.
 
-Each row ends by eos, which is never fed. Where a step asks two tokens of a row, the second query feeds BLANK in the
-place of a token that is not known yet.
+Each row ends by eos, which is never fed. If a step has two queries of a row, the second query feeds BLANK instead of
+the token that is not known yet.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Lines(Plain):
-    """A row for each of `starts`, times that are multiples of `together`, of at most `width` tokens."""
+    """Rows that start at the times `starts`, multiples of `together`, and have at most `width` tokens."""
 
     starts: tuple[int, ...]
     width: int
@@ -101,7 +101,7 @@ class Lines(Plain):
 
 @dataclasses.dataclass(frozen=True)
 class Uneven(Method):
-    """Rows whose distances in time differ."""
+    """A method whose rows start at unequal distances in time."""
 
     starts: ClassVar[tuple[int, ...]] = (0, 1, 4)
     width: int = 6
@@ -127,7 +127,7 @@ class Uneven(Method):
         )
 
     def ordered(self, rows: Sequence[Any]) -> list[Any]:
-        """The rows as they are written."""
+        """The rows in the order in which they are written."""
         return [*rows]
 
     def most_slots(self, most: int) -> int:
@@ -139,7 +139,7 @@ class Uneven(Method):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs(Uneven):
-    """Two tokens of a row in a step."""
+    """A method with two tokens of a row in a step."""
 
     starts: ClassVar[tuple[int, ...]] = (0, 2, 6)
     together: ClassVar[int] = 2
@@ -149,7 +149,7 @@ class Pairs(Uneven):
 
 @dataclasses.dataclass(frozen=True)
 class Backwards(Uneven):
-    """From the last row to the first."""
+    """A method that writes from the last row to the first."""
 
     starts: ClassVar[tuple[int, ...]] = (0, 1, 2)
 

@@ -1,4 +1,4 @@
-"""Auxiliary parameters of a user: a vector that says of each source token whether its id is even."""
+"""Auxiliary parameters of a user: a vector that predicts for each source token whether its id is even."""
 
 import dataclasses
 from typing import Any, ClassVar

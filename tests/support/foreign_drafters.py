@@ -1,4 +1,4 @@
-"""Drafters of a user, which want parameters and the encoder's outputs."""
+"""Drafters of a user that need parameters and the encoder's outputs."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ MOST = 8  # source tokens that a drafter remembers
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """Drafts the source tokens with the highest scores, products of the encoder's outputs and a vector, in each row.
+    """Drafts the source tokens with the highest scores in each row: products of the encoder's outputs and a vector.
 
     The tokens are found when a source begins.
     """
@@ -40,7 +40,7 @@ class Ranked:
 
 @dataclasses.dataclass(frozen=True)
 class RankedOnce(Ranked):
-    """A `Ranked` that finds the tokens once for each source, by `read`."""
+    """A `Ranked` whose `read` finds the tokens once for each source."""
 
     def read(self, source: SourceIds) -> jax.Array:
         """i32 [B, MOST], the tokens in the order of their scores."""
@@ -58,7 +58,7 @@ class RankedOnce(Ranked):
 
 
 def rank(source: SourceIds) -> jax.Array:
-    """i32 [B, MOST], the tokens of sources by descending scores, the first ones repeated."""
+    """The tokens i32 [B, MOST] of sources by descending scores; the first tokens are repeated."""
     ids, length = jnp.asarray(source.ids), jnp.asarray(source.length)
     assert source.encoded is not None and source.encoded.shape[:2] == ids.shape
     scores = source.encoded.astype(jnp.float32) @ source.parameters["vector"]
@@ -68,7 +68,7 @@ def rank(source: SourceIds) -> jax.Array:
 
 
 def draft_from(tokens: jax.Array, written: Written, most: int) -> Draft:
-    """A draft of the tokens i32 [B, MOST], in a circle from the number of the row and its length on."""
+    """A draft of the tokens i32 [B, MOST] in cyclic order, from the sum of the row's number and its length on."""
     rows = jnp.arange(written.length.shape[1])[:, None]
     places = (written.length[:, :, None] + rows + jnp.arange(most)) % MOST
     drafted = jnp.take_along_axis(tokens[:, None], places, axis=2)

@@ -1,7 +1,7 @@
-"""Pipelined decoding as its definition has it, over the whole grid: the reference for the packed decoder.
+"""The definition of pipelined decoding over the whole grid: the reference for the packed decoder.
 
-Every step computes all sub_max rows at all time_max times anew, from the tokens so far, with the model that training
-uses: no cache, no packing, no sizes. Results are the fields of `decoding.Decoded`.
+Every step computes all sub_max rows at all time_max times again, from the tokens so far, with the model of training:
+there is no cache, no packing, and there are no sizes. Results are the fields of `decoding.Decoded`.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """A decoder of integers: its logits hash the visible cache slots, so that a missing or wrong slot changes them.
 
-Sums of whole numbers are the same in any order and with any number of empty slots: what two programs find is equal to
-the last bit.
+Sums of whole numbers are the same in any order and with any number of empty slots, so the results of two programs are
+equal in every bit.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ Array = jax.Array
 
 
 def mix(*numbers: Any) -> Array:
-    """u32, of whole numbers that broadcast."""
+    """A hash u32 of whole numbers, whose shapes are broadcast."""
     found = jnp.uint32(0x9E3779B9)
     for number in numbers:
         found = (found ^ jnp.asarray(number).astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B)
@@ -27,9 +27,9 @@ def mix(*numbers: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Hashed:
-    """A `decoding.Model`. Its cache holds hashes of tokens, u32 [B, C], written where XLA writes them: see `_write`."""
+    """A `decoding.Model`. Its cache has hashes of tokens, u32 [B, C], at the places where XLA writes: see `_write`."""
 
-    model: Array  # i32 scalar, which of all random models
+    model: Array  # i32 scalar, the number of the random model
     source: Array  # i32 [B], a number for each source
     vocabulary: int
     eos: int = 1
@@ -51,7 +51,7 @@ class Hashed:
         if step.place_of_query is not None:
             found = found[jnp.minimum(step.place_of_query, len(found) - 1)]
         ids = jnp.arange(self.vocabulary)[:, None]
-        # Whole numbers up to 2^12; eos is as likely as its model has it, so that rows end early and late.
+        # Whole numbers up to 2^12; the probability of eos depends on the model, so that rows end early and late.
         drawn = mix(ids, found[None]) % 4096
         likely = mix(self.model, 77) % 5 * jnp.uint32(160)
         return (drawn + jnp.where(ids == self.eos, likely, 0)).astype(jnp.float32) / 512, cache
@@ -63,7 +63,7 @@ class Hashed:
 
 
 def _write(cache: Array, new: Array, start: Array) -> Array:
-    """As the step decoder: a start too far back is moved until all fits, onto slots that are taken."""
+    """Writes as the step decoder: a start that is too late is moved back until all fit, over used slots."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start[0], axis=1)
     put = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=0))

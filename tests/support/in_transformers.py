@@ -1,4 +1,4 @@
-"""A backbone beside its model in transformers: weights, logits, gradients, and Algorithm 1 in plain Python over it."""
+"""Comparisons of a backbone with its model in transformers: weights, logits, gradients, and Algorithm 1 with it."""
 
 import dataclasses
 import importlib.util
@@ -29,12 +29,12 @@ from support import oracle, schemas
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
 
-# Of a model of transformers, in torch: source [B, L] and what of it is real, tokens [B, N], what each sees bool [N, N],
-# and positions [N].
+# The arguments of a model of transformers in torch: source [B, L] and its mask, tokens [B, N], their visibility
+# bool [N, N], and positions [N].
 Logits = Callable[..., torch.Tensor]
-SURE = 1e-4  # a choice by less may be another after other rounding
+SURE = 1e-4  # with a smaller margin, other rounding may change a choice
 NEAR = 1e-4
-# The vision tower of a T5Gemma 2 in transformers, which has one also for texts alone.
+# The vision tower of a T5Gemma 2 in transformers, which exists in models for texts, too.
 VISION = {
     "model_type": "siglip_vision_model",
     "hidden_size": 8,
@@ -47,13 +47,13 @@ VISION = {
 
 
 def written_module(config: Config, place: Path) -> types.ModuleType:
-    """The generate.py that `to-hf` writes into a directory, imported from there."""
+    """Imports the generate.py that `to-hf` writes to a directory."""
     file = place / "generate.py"
     file.write_text(description.custom_generate(config, None) or "")
     spec = importlib.util.spec_from_file_location(f"generate_{place.name}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
+    sys.modules[spec.name] = module  # required by dataclasses
     spec.loader.exec_module(module)
     return module
 
@@ -64,9 +64,9 @@ def config_facts(model: Backbone) -> dict[str, Any]:
 
 
 def varied(model: Backbone, seed: int, *, centered: bool = False) -> dict[str, Any]:
-    """Random parameters with which greedy answers vary, as of `oracle.random_params`; no program is compiled for them.
+    """Random parameters with varied greedy answers, as in `oracle.random_params`, without a compiled program.
 
-    `centered`: of norms that multiply by 1 + scale.
+    `centered`: whether norms multiply by 1 + scale.
     """
     rng, sizes, drawn = np.random.default_rng(seed), model.sizes(), dict[str, np.ndarray]()
     for path, (_, axes) in model.tensors().items():
@@ -93,10 +93,10 @@ def tensors(model: Backbone, params: Any) -> dict[str, torch.Tensor]:
 
 
 def batch(model: Backbone, slots: int) -> list[np.ndarray]:
-    """A teacher-forced batch: source, what of it is real, tokens, and a grid's mask and positions."""
+    """A teacher-forced batch: source, its mask, tokens, and the mask and positions of a grid."""
     rng = np.random.default_rng(slots)
     source, tokens = (rng.integers(2, model.vocab_size, (3, size)) for size in (11, slots))
-    cells = [(i % 3, i // 3 + 2 * (i % 3)) for i in range(slots)]  # three rows side by side, two steps apart
+    cells = [(i % 3, i // 3 + 2 * (i % 3)) for i in range(slots)]  # three rows, two steps apart
     return [
         *(source, np.arange(11) < np.asarray([[11], [4], [8]]), tokens),
         *(np.asarray(oracle.visibility(cells))[None], np.asarray([[row + time for row, time in cells]])),
@@ -106,9 +106,10 @@ def batch(model: Backbone, slots: int) -> list[np.ndarray]:
 def check_logits_and_gradients(
     model: Backbone, params: Any, torchs: Any, logits: Logits, table: Any
 ) -> dict[str, float]:
-    """Both are the same up to rounding; the largest differences, of gradients relative to the largest of a tensor.
+    """Asserts that logits and gradients are equal up to rounding; returns the largest differences.
 
-    `table`: the torch tensor that a parameter is, by its path.
+    Differences of gradients are relative to the largest number of a tensor. `table`: the torch tensor of each
+    parameter, by its path.
     """
     given = batch(model, 30)
     source, real, tokens, mask, position = (torch.from_numpy(x) for x in given)
@@ -126,13 +127,13 @@ def check_logits_and_gradients(
         other = table(path).grad.numpy()
         other = other.T if path.endswith("kernel") else other
         apart[path] = float(abs(np.asarray(gradient) - other).max() / max(abs(other).max(), 1))
-        assert abs(other).max() > 1e-3, path  # else nothing is compared
+        assert abs(other).max() > 1e-3, path  # otherwise the comparison would be empty
     assert max(apart.values()) < NEAR, {path: x for path, x in apart.items() if x >= NEAR}
     return {"logits": apart.pop("logits"), "gradients": max(apart.values())}
 
 
 def check_dropout(model: Backbone, params: Any, torchs: Any, logits: Logits) -> None:
-    """The arrays that dropout modules of a training step are given have torch's shapes, in torch's order."""
+    """Asserts that the inputs of dropout modules in a training step have torch's shapes, in torch's order."""
     given, expected, found = batch(model, 10), list[tuple[int, ...]](), list[tuple[int, ...]]()
     source, real, tokens, mask, position = (torch.from_numpy(x) for x in given)
     modules = [module for module in torchs.modules() if isinstance(module, torch.nn.Dropout)]
@@ -159,13 +160,13 @@ def check_dropout(model: Backbone, params: Any, torchs: Any, logits: Logits) -> 
 
 @dataclasses.dataclass
 class Greedy:
-    """For `oracle.algorithm1`: the choices of a model of transformers that is given all rows anew at every step."""
+    """The greedy choices of a model of transformers for `oracle.algorithm1`, from all rows again at every step."""
 
     logits: Logits
     source: Sequence[int]
     delay: int
     ends: Sequence[int]
-    margin: float = np.inf  # the least, of rows that had not ended
+    margin: float = np.inf  # the least margin, of rows that had not ended
 
     def last(self, rows: list[list[int]]) -> np.ndarray:
         """The logits [R, V] after each row's last token."""
@@ -197,9 +198,9 @@ def check_algorithm_1(
     time_max: int = 12,
     sub_max: int = 4,
 ) -> int:
-    """Rows, steps and truncation of `count` random models, in batches of mixed lengths; returns the longest answer.
+    """Checks rows, steps and truncation of `count` random models in batches of mixed lengths.
 
-    `models`: the parameters and the logits of the one of a number.
+    Returns the longest answer. `models`: gives the parameters and the logits of a model by its number.
     """
     bos, ends = model.decoder_start_token_id, model.end_token_ids
     strategy = Pipelined(delay, time_max, sub_max, literal, bos, ends[0], other_ends=ends[1:])
@@ -237,9 +238,9 @@ def until_end(tokens: Sequence[int], model: Backbone) -> list[int]:
 
 
 def check_greedy_tokens(model: Backbone, params: Any, torchs: Any, *, lowest: int, various: int = 3) -> Counter[int]:
-    """Compares sequential answers to sources of ids from `lowest` on with those of transformers' `generate`.
+    """Compares sequential answers to sources of ids from `lowest` on with answers of transformers' `generate`.
 
-    At least so many are `various`. Returns the last tokens of all.
+    At least `various` answers must be varied. Returns counts of the last tokens.
     """
     generator = Generator(Config(model=model, decode=DecodeConfig(max_length=12)), params, None)
     rng, texts, ends = np.random.default_rng(2), [], Counter[int]()
@@ -256,9 +257,9 @@ def check_greedy_tokens(model: Backbone, params: Any, torchs: Any, *, lowest: in
 def check_beams(
     model: Backbone, params: Any, torchs: Any, *, lowest: int, beams: int = 3, least: int = 3
 ) -> Counter[int]:
-    """The same with beams, of which the best is another answer than the greedy one, at least so often.
+    """Compares answers of beam search with transformers; the best must differ from the greedy answer often enough.
 
-    The count of these is that of -1 in what is returned.
+    The count of these answers is the count of -1 in the result.
     """
     decode = DecodeConfig(max_length=12, beams=beams)
     config = Config(model=model, decode=decode, train=TrainConfig(method="none"))
@@ -278,7 +279,7 @@ def check_beams(
 
 
 def check_schema(model: Backbone, params: Any, logits: Logits, *, delay: int) -> None:
-    """Answers under a schema of few texts: at each step the best of the tokens with which one is within reach."""
+    """Checks answers under a schema of few texts: each token is the best after which a text can be completed."""
     made = schemas.generator(of=(model, params), delay=delay, time_max=12 + 2 * delay)
     asked = {"type": "object", "properties": {name: {"enum": values} for name, values in schemas.FINITE.items()}}
     under, answers, compared = made.under(asked).answer_format, set(), 0

@@ -1,4 +1,4 @@
-"""Models of random weights as our own kernel holds them, and on which of its levels this processor can run them."""
+"""Models of random weights in the layout of the CPU kernel, and the kernel's levels that this processor supports."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from support.tiny import IN_BLOCKS
 
 HERE = [level.name for level in cpu_kernel.LEVELS if level.needs <= processor.features()]
 WEIGHTS = ("auto", "bfloat16", "int8")
-SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of panels
+SHAPES = {  # sizes that fill tiles and sizes that do not, tied and separate heads, an odd number of panels
     "small": {},
     "gelu": {"d_ff": 112, "feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "vocab_size": 50},
     "silu": {"d_model": 128, "d_kv": 64, "d_ff": 192, "feed_forward": "gated-silu"},
@@ -26,17 +26,18 @@ SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of
 
 
 def in_one_digit(weights, level):
-    """Whether activations become one int8 digit."""
+    """Whether activations are rounded to one int8 digit."""
     features = processor.features() if level.name == "native" else level.needs
     return weights == "int8" and "avx512_vnni" in features and "amx_int8" not in features
 
 
 @functools.cache
 def made(shape, weights, level):
-    """A model with random weights, for our kernel; and NumPy's rounding of the weights.
+    """A model with random weights for the CPU kernel, and NumPy's rounding of the weights.
 
-    One has outliers: more than a digit leaves out, all where the maxima over every 64th number show one. In the encoder
-    of one, each token looks at itself, and at all others together as much: at each of them too little for int8.
+    One model has more outliers than one digit leaves out, all at places where the maxima over every 64th number show
+    one. In the encoder of one model, each token attends to itself, and as much to all others together: the weight of
+    each other token is too small for int8.
     """
     config = dataclasses.replace(IN_BLOCKS, **SHAPES[shape])
     model, params = t5.T5(config), oracle.random_params(config, np.random.default_rng(5))
@@ -57,13 +58,13 @@ def made(shape, weights, level):
 
 
 def laid_out(memory, weights):
-    """Keys [B, H, L, K] and values [B, H, K, L] in panels, as the kernel holds them beside such weights.
+    """Keys [B, H, L, K] and values [B, H, K, L] in panels, in the layout of the kernel for these weights.
 
-    In int8 each key has a scale, and so has each output of the values; numbers past a source may be any. Other keys
-    are divided by what queries are multiplied with, another power of two for each channel.
+    In int8 each key has a scale, and so has each output of the values; numbers after the end of a source are arbitrary.
+    Keys in other dtypes are divided by the factors of queries, a power of two for each channel.
     """
     dtype = cpu_decoder.memory_dtype(weights)
-    whole = dtype == jnp.int8  # as NumPy's are rounded, which are not balanced
+    whole = dtype == jnp.int8  # rounded as in NumPy, without balancing
 
     def held(x):
         x = x.swapaxes(2, 3)
@@ -80,9 +81,9 @@ def laid_out(memory, weights):
 
 
 def in_rows(matrix):
-    """[.., O / 16, I / depth, 16, depth] and scales [.., O] -> f32 [.., O, I]; a source's keys as queries meet them."""
+    """The matrix f32 [.., O, I] of panels [.., O / 16, I / depth, 16, depth] and scales [.., O], or a source's keys."""
     *batch, o, i, lanes, depth = matrix.rows.shape
     rows = np.asarray(matrix.rows.swapaxes(-2, -3).astype(jnp.float32)).reshape(*batch, o * lanes, i * depth)
     rows = rows * np.asarray(matrix.scale)[..., None] if matrix.scale.size else rows
-    with np.errstate(invalid="ignore"):  # of a source that is not finite
+    with np.errstate(invalid="ignore"):  # for a source that is not finite
         return rows * np.asarray(matrix.balance)[..., None, :] if hasattr(matrix, "balance") else rows

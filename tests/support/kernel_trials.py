@@ -1,4 +1,4 @@
-"""Functions in the place of trials of kernels: they run in child processes of `pipejax.kernels.child_trials`."""
+"""Functions that replace trials of kernels, and run in child processes of `pipejax.kernels.child_trials`."""
 
 import os
 import time

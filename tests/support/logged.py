@@ -1,4 +1,4 @@
-"""What pipejax logs, as the lines that the command line says."""
+"""The log of pipejax, as lines of the command line."""
 
 import logging
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pipejax.system.cli import line_of
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """The list that grows by each line that is logged while this is open."""
+    """A context with a list, to which each logged line is appended."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(line_of(record))  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The seal of a manifest, written a second time."""
+"""A second implementation of the seal of a manifest."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def seal(body: dict[str, Any]) -> dict[str, Any]:
-    """As the format says: SHA-256 of the rest, its keys sorted."""
+    """Seals a manifest as the format defines: by the SHA-256 of the other entries, with sorted keys."""
     rest = {key: value for key, value in body.items() if key != "seal"}
     text = json.dumps(rest, sort_keys=True, ensure_ascii=False)
     return {**rest, "seal": hashlib.sha256(text.encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""Encoding and decoding of a padded batch as a function of the parameters, as tests like it."""
+"""Encoding and decoding of a padded batch as one compiled function of the parameters."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,11 +28,11 @@ def compiled(
     shares_encoder: bool = False,
     forced: np.ndarray | None = None,
 ) -> Callable[..., Decoded]:
-    """From parameters, source i32 [B, L] and length i32 [B] to what is decoded.
+    """A function from parameters, source i32 [B, L] and length i32 [B] to the decoded answers.
 
-    With `small`, the architecture of a T5 that drafts, its parameters come last. With `shares_encoder` it computes with
-    the outputs of the large one's encoder. `forced`: i32 [R, W], the token that all examples generate at each row and
-    time, -1 where the model chooses; None: the model chooses all tokens.
+    With `small`, the architecture of a T5 that drafts, its parameters are the last arguments. With `shares_encoder` the
+    small T5 uses the outputs of the large T5's encoder. `forced`: i32 [R, W], the token that all examples generate at
+    each row and time, -1 if the model chooses; None: the model chooses all tokens.
     """
     model = config.module()
     other = None if small is None else T5(small)

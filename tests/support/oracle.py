@@ -1,7 +1,7 @@
-"""The reference that the decoder is compared with: T5 and Algorithm 1 from their definitions, clear and slow.
+"""The reference for the decoder: T5 and Algorithm 1 from their definitions, clear and slow.
 
-NumPy in float64 and plain lists; nothing of the package, no padding, no batches, no cache. Rows are 0-based
-here; time 0 is the bos of the first row. `config` is anything with the attributes of a T5Config.
+The module uses NumPy in float64 and plain lists, and no code of the package. It has no padding, no batches and no
+cache. Rows are 0-based; time 0 is the bos of the first row. `config` is any object with the attributes of a T5Config.
 """
 
 import dataclasses
@@ -12,27 +12,27 @@ import numpy as np
 
 Params = dict[str, Any]
 NextTokens = Callable[[list[list[int]]], list[int]]
-Distances = Callable[[Sequence[tuple[int, int]]], list[list[int]]]  # of (row, time) pairs, each query's a list
+Distances = Callable[[Sequence[tuple[int, int]]], list[list[int]]]  # maps (row, time) pairs to a list for each query
 
 
 def random_params(
     config: Any, rng: np.random.Generator, *, scale: float = 1.0, bias_scale: float = 4.0, eos_scale: float = 1.5
 ) -> Params:
-    """Parameters of a tiny T5 whose greedy generations vary: nested dict of float32 arrays.
+    """Parameters of a tiny T5 with varied greedy answers, as a nested dict of float32 arrays.
 
-    Trained weights are not imitated. A T5 with the usual initialisation repeats one token for ever: a head
-    that resembles the embedding prefers the token just read, and a history of equal tokens looks the same
-    from everywhere. So here the decoder's last norm has a negative scale, which makes every token speak
-    against its own repetition, and self-attention is loud and led by distances more than by contents.
+    The parameters do not resemble trained weights. A T5 with the usual initialisation repeats one token forever: a head
+    that resembles the embedding prefers the last token, and a history of equal tokens looks the same from all
+    positions. Therefore the decoder's last norm has a negative scale here, which makes every token lower the logit of
+    its repetition, and self-attention has large logits that depend on distances more than on contents.
 
     Args:
       config: the architecture.
-      rng: the only source of randomness.
-      scale: multiplies the standard deviation of every kernel in the blocks; with less, little but the last
-        token decides.
-      bias_scale: standard deviation of the relative position biases, encoder's and decoder's.
-      eos_scale: multiplies the head's vectors of end tokens (their embeddings, if tied); a long one wins the argmax
-        more often.
+      rng: the generator of all random numbers.
+      scale: multiplies the standard deviation of every kernel in the blocks; with a small scale, the next token depends
+        almost only on the last token.
+      bias_scale: standard deviation of the relative position biases of encoder and decoder.
+      eos_scale: multiplies the head's vectors of end tokens (their embeddings, if tied); longer vectors make end tokens
+        more frequent.
     """
     width, inner = config.d_model, config.num_heads * config.d_kv
 
@@ -90,16 +90,16 @@ def ends_of(config: Any) -> tuple[int, ...]:
 
 
 def linear(x: np.ndarray, layer: Params) -> np.ndarray:
-    """x [N, in] @ kernel [in, out]: computed in float64, since x is float64."""
+    """The product of x [N, in] and a kernel [in, out], computed in float64, since x is float64."""
     result: np.ndarray = x @ layer["kernel"]
     return result
 
 
 def distance_bucket(distance: int, buckets: int, max_distance: int) -> int:
-    """T5's bucket of a distance >= 0: one each for the small ones, then logarithmic up to `max_distance`.
+    """T5's bucket of a distance >= 0: one bucket for each small distance, then logarithmic up to `max_distance`.
 
-    With e exact buckets of n, the bucket is e + floor((n - e) * log(d / e) / log(max_distance / e)). Whole
-    numbers are compared instead, so that no rounding decides at the edges: the floor is at least j where
+    With e exact buckets of n, the bucket is e + floor((n - e) * log(d / e) / log(max_distance / e)). The function
+    compares whole numbers instead, so that rounding has no effect at the edges: the floor is at least j if
     (d / e)^(n - e) >= (max_distance / e)^j.
     """
     exact = buckets // 2
@@ -112,13 +112,13 @@ def distance_bucket(distance: int, buckets: int, max_distance: int) -> int:
 
 
 def encoder_bucket(query: int, key: int, buckets: int, max_distance: int) -> int:
-    """T5's bidirectional bucket: the upper half of the buckets is for keys to the right of the query."""
+    """T5's bidirectional bucket: keys to the right of the query have the upper half of the buckets."""
     half = buckets // 2
     return distance_bucket(abs(key - query), half, max_distance) + (half if key > query else 0)
 
 
 def rms_norm(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
-    """x / root mean square, times the scale. [N, D] -> [N, D]."""
+    """Divides x [N, D] by its root mean square, and multiplies by the scale; returns [N, D]."""
     mean_square = np.mean(x**2, axis=-1, keepdims=True)
     result: np.ndarray = x / np.sqrt(mean_square + config.layer_norm_epsilon) * params["scale"]
     return result
@@ -127,7 +127,7 @@ def rms_norm(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
 def attend(
     x: np.ndarray, memory: np.ndarray, params: Params, config: Any, *, bias: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """Attention of x [N, D] over memory [M, D]; bias is [H, N, M], mask [N, M] with True where x may look."""
+    """Attention of x [N, D] to memory [M, D]; bias is [H, N, M], mask [N, M] is True for visible keys."""
 
     def heads(values: np.ndarray) -> np.ndarray:
         return values.reshape(-1, config.num_heads, config.d_kv).transpose(1, 0, 2)
@@ -143,7 +143,7 @@ def attend(
 
 
 def feed_forward(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
-    """T5's feed-forward layer of the normalised x. [N, D] -> [N, D]."""
+    """T5's feed-forward layer for the normalised x [N, D]; returns [N, D]."""
     if config.feed_forward == "relu":
         return linear(np.maximum(linear(x, params["wi"]), 0.0), params["wo"])
     gate = linear(x, params["wi_0"])
@@ -185,11 +185,11 @@ def decoder_logits(
     """The decoder's logits [N, V] for a flat list of N tokens.
 
     Args:
-      encoded: the encoder's output [L, D], all of it real.
+      encoded: the encoder's output [L, D], without padding.
       tokens: N ids.
-      visible: N x N, `visible[q][k]` says whether token q may look at token k.
-      distance: N x N, `distance[q][k]` >= 0; taken as a distance to the left, whatever it came from. Entries
-        that are not visible do not matter.
+      visible: N x N; `visible[q][k]` is whether token q sees token k.
+      distance: N x N, `distance[q][k]` >= 0, which counts as a distance to the left. Entries for keys that are not
+        visible have no effect.
     """
     buckets, max_distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
     farthest = max(max(row) for row in distance)
@@ -220,17 +220,17 @@ def head(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
 
 
 def coordinates(rows: Sequence[Sequence[int]], delay: int) -> list[tuple[int, int]]:
-    """(row, time) of every token, row after row. Token j of row i is at (i, i * delay + j), bos at j = 0."""
+    """The (row, time) of every token, row after row. Token j of row i is at (i, i * delay + j), with bos at j = 0."""
     return [(i, i * delay + j) for i, row in enumerate(rows) for j in range(len(row))]
 
 
 def visibility(cells: Sequence[tuple[int, int]]) -> list[list[bool]]:
-    """`[q][k]`: a token sees the rows up to its own and the times up to its own (paper, G_{<=i}^{<=t})."""
+    """Whether token q sees token k, as `[q][k]`: rows up to its row, times up to its time (paper, G_{<=i}^{<=t})."""
     return [[k_row <= q_row and k_time <= q_time for k_row, k_time in cells] for q_row, q_time in cells]
 
 
 def distances(cells: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """`[q][k]`: the Manhattan distance."""
+    """The Manhattan distances as `[q][k]`."""
     return [[abs(q_row - k_row) + abs(q_time - k_time) for k_row, k_time in cells] for q_row, q_time in cells]
 
 
@@ -242,7 +242,7 @@ def grid_logits(
     delay: int,
     distances: Distances = distances,
 ) -> list[np.ndarray]:
-    """The logits after every token of every row: one [length of the row, V] for each row."""
+    """The logits after every token, as an array [length of the row, V] for each row."""
     cells = coordinates(rows, delay)
     tokens = [token for row in rows for token in row]
     flat = decoder_logits(params, config, encoded, tokens, visibility(cells), distances(cells))
@@ -263,12 +263,12 @@ def teacher_forced_loss(
     empty_row: bool = True,
     distances: Distances = distances,
 ) -> float:
-    """Mean over its sum(m_i + 1) + 1 targets of the loss of one example (paper, equation 6).
+    """The mean loss of an example over its sum(m_i + 1) + 1 targets (paper, equation 6).
 
     Args:
       rows: the target rows without bos and eos.
-      empty_row: whether the empty row is appended, as it is unless the target was cut.
-      distances: of the cells.
+      empty_row: whether the empty row is appended, which is the case unless the target was truncated.
+      distances: gives the distances of cells.
     """
     bos, eos = config.decoder_start_token_id, config.eos_token_id
     layout = [[bos, *row, eos] for row in rows]
@@ -285,21 +285,21 @@ def teacher_forced_loss(
 
 @dataclasses.dataclass(frozen=True)
 class GridResult:
-    """What Algorithm 1 returns, and how it came to stop."""
+    """The result of Algorithm 1, and the reason why it stopped."""
 
-    rows: list[list[int]]  # without bos and eos, empty ones dropped
-    all_rows: list[list[int]]  # with both, as they were when the algorithm stopped
-    steps: int  # time-steps, also those in which no row was open
-    calls: int  # time-steps in which a row was open, so that the decoder was needed
+    rows: list[list[int]]  # without bos and eos, and without empty rows
+    all_rows: list[list[int]]  # with bos and eos, at the time when the algorithm stopped
+    steps: int  # time-steps, including those without an open row
+    calls: int  # time-steps with an open row, which call the decoder
     truncated: str | None  # None, "time_max" or "sub_max"
 
 
 @dataclasses.dataclass(frozen=True)
 class SequentialResult:
-    """What ordinary greedy decoding returns."""
+    """The result of ordinary greedy decoding."""
 
     tokens: list[int]  # without bos and eos
-    steps: int  # tokens generated, eos included
+    steps: int  # generated tokens, eos included
     truncated: str | None  # None or "max_length"
 
 
@@ -318,19 +318,18 @@ def algorithm1(
     """Algorithm 1 of the paper.
 
     Args:
-      next_tokens: from the rows so far (bos, tokens and, if the row ended, eos) to the next token of each;
-        that of an ended row is ignored.
-      delay: time-steps between the starts of two rows. 0, which is not the paper's: `sub_max` rows, neither more nor
-        fewer, stand there from the beginning.
-      time_max: time-steps at the most.
-      sub_max: rows at the most.
-      stop: "literal" is the paper's rule: stop as soon as all rows have ended. "empty_row": after an empty
-        row none starts, and decoding stops when none can start and all have ended. Only an empty row or
-        `sub_max` ends the starting of rows: a start beyond `time_max` does not, so time then runs out.
-      eos: the token that ends a row, or several, each of which does.
-      prefixes: what the first rows begin with, whatever the model says.
-      unique: of equal rows only the first is in the result. With "empty_row" two neighbours that ended and each
-        equal a row before them end the starting of rows as well.
+      next_tokens: maps the rows so far (bos, tokens and, if the row has ended, eos) to the next token of each row;
+        the token of an ended row is ignored.
+      delay: time-steps between the starts of two rows. With 0, which the paper does not have, exactly `sub_max` rows
+        are open from the beginning.
+      time_max: most time-steps. sub_max: most rows. stop: "literal" is the paper's rule: stop as soon as all rows have
+      ended. "empty_row": no row starts after an empty
+        row, and decoding stops when no row can start and all rows have ended. Only an empty row or `sub_max` ends the
+        starting of rows: if a row would start after `time_max`, decoding ends at `time_max`.
+      eos: the token that ends a row, or several such tokens.
+      prefixes: the first tokens of the first rows, which replace the model's tokens.
+      unique: whether only the first of equal rows is in the result. With "empty_row", no row starts after two adjacent
+        rows that have ended and each equal an earlier row.
     """
     if stop not in ("literal", "empty_row"):
         raise ValueError(f"stop: found {stop!r}; expected 'literal' or 'empty_row'")
@@ -355,7 +354,7 @@ def algorithm1(
             rows.append([bos])
         if not all(ended(row) for row in rows):
             calls += 1
-            # Every row's token comes from the rows as they were before this step.
+            # The token of every row follows from the rows before this step.
             generated = next_tokens([list(row) for row in rows])
             for i, prefix in enumerate(prefixes[: len(rows)]):
                 if len(rows[i]) <= len(prefix):
@@ -379,7 +378,7 @@ def algorithm1(
         truncated = "sub_max"
     else:
         truncated = "time_max" if stop == "empty_row" else None
-    # Only the first bos and the last eos are markers; a model may generate the id of bos, which stays.
+    # Only the first bos and the last eos are markers; if a model generates the id of bos, the token is kept.
     contents = [row[1:-1] if ended(row) else row[1:] for row in rows]
     if unique:
         contents = [row for i, row in enumerate(contents) if row not in contents[:i]]
@@ -387,7 +386,7 @@ def algorithm1(
 
 
 def scripted_next_tokens(targets: Sequence[Sequence[int]], *, eos: int = 1) -> NextTokens:
-    """For `algorithm1`: a model that says these rows, and eos after each of them and in all further rows."""
+    """Returns for `algorithm1` a model that writes these rows, and eos after each of them and in all further rows."""
 
     def says(i: int, position: int) -> int:
         return targets[i][position] if i < len(targets) and position < len(targets[i]) else eos
@@ -404,12 +403,12 @@ def grid_next_tokens(
     margins: list[float] | None = None,
     distances: Distances = distances,
 ) -> NextTokens:
-    """For `algorithm1`: the greedy choice of the T5, computed anew from all tokens at every step.
+    """Returns for `algorithm1` the greedy choices of the T5, computed from all tokens again at every step.
 
     Args:
-      margins: gets, for each choice of an open row, the best logit less the second. A small one marks a
-        choice that another precision may make otherwise.
-      distances: of the cells.
+      margins: gets the difference between the best and the second logit for each choice of an open row. If it is small,
+        another precision may choose another token.
+      distances: gives the distances of cells.
     """
 
     def next_tokens(rows: list[list[int]]) -> list[int]:
@@ -426,7 +425,7 @@ def grid_next_tokens(
 def sequential(
     params: Params, config: Any, encoded: np.ndarray, max_length: int, *, margins: list[float] | None = None
 ) -> SequentialResult:
-    """Ordinary greedy decoding with causal visibility and the distance |q - k|; at most `max_length` tokens."""
+    """Decodes greedily with causal visibility and the distance |q - k|, up to `max_length` tokens."""
     tokens = [config.decoder_start_token_id]
     while len(tokens) - 1 < max_length:
         positions = range(len(tokens))
@@ -447,7 +446,7 @@ def margin(logits: np.ndarray) -> float:
 
 
 def pipelined_steps(lengths: Sequence[int], delay: int, sub_max: int, time_max: int) -> int:
-    """Time-steps of the default stop for rows of these lengths (tokens without bos and eos, none empty)."""
+    """The time-steps with the default stop, for rows of these lengths (tokens without bos and eos, none empty)."""
     rows = lengths[:sub_max]
     steps = [i * delay + length + 1 for i, length in enumerate(rows)]
     if len(rows) < sub_max:

@@ -1,6 +1,6 @@
 """Queries a server with the unmodified clients of LangChain and LiteLLM: python other_clients.py URL KEY PROMPT.
 
-Writes the text of each answer by the name of its way, as JSON. It runs in an environment of its own.
+The program prints JSON with the text of each answer by the name of the call. It runs in a separate environment.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else importing it asks the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without it, the import uses the network
 
 import litellm
 from langchain_openai import ChatOpenAI, OpenAI

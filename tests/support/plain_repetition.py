@@ -23,14 +23,14 @@ def without_repetition(
     """The logits [V] of a query after the rule.
 
     Args:
-      logits: of the model.
+      logits: the logits of the model.
       row: the tokens of the query's row, without bos.
-      above: the tokens that it sees of each row above, without bos and end tokens.
+      above: the visible tokens of each row above, without bos and end tokens.
       penalty: divides positive logits of repeated tokens, and multiplies negative ones.
       ngram: no sequence of this many tokens is written twice.
       given: for each row, the number of first tokens that are exempt.
       separators: tokens that are exempt.
-      by_row: whether rows above, and what is before the last separator, do not count.
+      by_row: whether rows above, and tokens before the last separator, do not count.
       forbidden: added to the logits of tokens that would repeat a sequence.
     """
     first = [*given, *[0] * (len(above) + 1)]

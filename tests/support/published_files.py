@@ -1,4 +1,4 @@
-"""Small files in the layouts of the publishers of data sets, and the examples that they come to."""
+"""Small files in the layouts of the publishers of data sets, and the examples that follow from them."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ HEADLINES = (
     '"\nBuy paper.,\nPaint it","How to Paint1","Go to a shop that sells paper...\n\n, Then paint, and paint more."\n'
 )
 
-# Files in the publisher's layout, and what they come to: (id, source, rows).
+# Files in the publisher's layout, and their examples: (id, source, rows).
 CASES: dict[str, Any] = {
     "msqa": (
         {"MultiSpanQA_data/train.json": wrapped(*TRAIN), "MultiSpanQA_data/valid.json": wrapped(MSQA)},

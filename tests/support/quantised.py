@@ -1,4 +1,4 @@
-"""The T5 with rounded weights from its definition: NumPy's own rounding, then the exact arithmetic of `oracle`."""
+"""The definition of the T5 with rounded weights: rounding in NumPy, then the exact arithmetic of `oracle`."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from support import oracle
 
 Params = dict[str, Any]
-TWO_DIGITS = 127 * 256 + 127  # steps, of the largest number
+TWO_DIGITS = 127 * 256 + 127  # steps of the largest number
 
 
 def bfloat16(x: Any) -> np.ndarray:
-    """The nearest numbers that bfloat16 has, in float64."""
+    """Rounds numbers to bfloat16; returns them in float64."""
     return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def rounded(params: Params, weights: str) -> Params:
-    """What float32 parameters become, in float64.
+    """Rounds float32 parameters; returns them in float64.
 
     An int8 matrix has one scale for each output, with 17 significant bits: the largest magnitude of its inputs / 127.
     """
@@ -41,10 +41,10 @@ def rounded(params: Params, weights: str) -> Params:
 
 
 def one_digit(x: np.ndarray) -> np.ndarray:
-    """Columns [N, inputs] in int8 steps of a size each; a few outliers count more steps than int8 has.
+    """Rounds columns [N, inputs] to steps, one size for each column; a few outliers have more steps than int8.
 
-    127 steps are the largest number over 2^(j / 4). j is the greatest up to 15 with which at most `most` numbers need
-    more than int8, and of the maxima over every 64th input at most half of `most` are above 127 steps.
+    127 steps are the largest number divided by 2^(j / 4). j is the greatest number up to 15 for which at most `most`
+    numbers have more than 127 steps, and at most half of `most` of the maxima over every 64th input.
     """
     size, most, found = np.abs(x).astype(np.float32), max(4, x.shape[1] // 128), []
     maxima = np.pad(size, ((0, 0), (0, -x.shape[1] % 64))).reshape(len(x), -1, 64).max(axis=1)
@@ -61,7 +61,7 @@ def one_digit(x: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def activations(rounding: Any) -> Iterator[None]:
-    """With what each matrix but the head is multiplied is rounded before."""
+    """A context in which `oracle` rounds the input of each matrix except the head."""
     exact, head = oracle.linear, oracle.head
 
     def linear(x: np.ndarray, layer: Params) -> np.ndarray:
@@ -76,7 +76,7 @@ def activations(rounding: Any) -> Iterator[None]:
 
 
 def narrow(x: np.ndarray, axis: int, steps: int = 127) -> np.ndarray:
-    """With one scale for all numbers along an axis, the largest so many steps: in int8, or in two digits of it."""
+    """Rounds to int8 or two int8 digits, with a scale along an axis by which the largest number has `steps` steps."""
     most = np.abs(x).max(axis=axis, keepdims=True)
     step = np.where(most == 0, 1, most / steps)
     return np.round(x / step) * step
@@ -84,11 +84,12 @@ def narrow(x: np.ndarray, axis: int, steps: int = 127) -> np.ndarray:
 
 @contextlib.contextmanager
 def attention_in_blocks(block: int = 512) -> Iterator[None]:
-    """`oracle.attend` by blocks of keys, in int8: a scale for each query, each key and each output of a block's values.
+    """A context with `oracle.attend` by blocks of keys in int8.
 
-    Before that keys lose their mean, and both are made as large in a channel on average. The powers of a query in a
-    block have steps of 1 / 256, 255 the largest. What is left over whole numbers weighs the mean of the block's values
-    where a bound of the error of that is at most 1 / 128 of a channel's largest value, else each value by itself.
+    There is a scale for each query, each key and each output of a block's values. Before that, the mean of keys is
+    subtracted, and queries and keys are scaled to equal average sizes in each channel. The powers of a query in a block
+    have steps of 1 / 256, with 255 as the largest. The remainders of this rounding weigh the mean of the block's values
+    if a bound of the resulting error is at most 1 / 128 of a channel's largest value, and otherwise each value.
     """
 
     def attend(
@@ -133,7 +134,7 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sources_in_two_digits() -> Iterator[None]:
-    """`oracle.attend` of `logits` below: queries, and powers of their scores with 512 keys, have two digits each."""
+    """A context with the `oracle.attend` of `logits`: queries, and powers of scores of 512 keys, have two digits."""
     exact = oracle.attend
 
     def attend(
@@ -157,7 +158,7 @@ def sources_in_two_digits() -> Iterator[None]:
 
 
 def memory(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
-    """The memory that the decoder's layers attend to: keys and values [layers, 2, L, I] of a source of L tokens."""
+    """The memory of a source of L tokens: keys and values [layers, 2, L, I] of the decoder's layers."""
     encoded = oracle.encode(params, config, ids)
     layers = [params["decoder"][f"layers_{i}"]["cross_attention"] for i in range(config.num_decoder_layers)]
     return np.array([[oracle.linear(encoded, layer[name]) for name in ("key", "value")] for layer in layers])
@@ -166,7 +167,7 @@ def memory(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
 def logits(
     params: Params, config: Any, seen: np.ndarray, tokens: Sequence[int], visible: np.ndarray, distance: np.ndarray
 ) -> np.ndarray:
-    """The decoder's logits [N, V] from keys and values [layers, 2, L, I]; else as `oracle.decoder_logits`."""
+    """The decoder's logits [N, V] like `oracle.decoder_logits`, from keys and values [layers, 2, L, I]."""
     layers, _, length, inner = seen.shape
     picked, decoder = np.eye(layers * 2 * inner).reshape(-1, layers, 2, inner), dict(params["decoder"])
     for i in range(layers):

@@ -12,7 +12,7 @@ from pipejax import UserError
 def refuses(
     place: object, *texts: str, found: str = "", expected: str = ""
 ) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """A block that must raise a UserError of one line about a place, with the given texts.
+    """A context that must raise a UserError of one line about a place, with the given texts.
 
     Args:
       place: the end of the error's place, such as "grid.delay"; "" if the texts name the place.

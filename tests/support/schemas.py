@@ -1,4 +1,4 @@
-"""A small vocabulary of pieces as T5's, a model of random weights for it, and JSON schemas that rows can follow."""
+"""A small vocabulary of pieces like T5's, a model of random weights for it, and JSON schemas for rows."""
 
 import dataclasses
 import datetime
@@ -66,19 +66,19 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 
 
 def schema(*names: str) -> dict[str, Any]:
-    """The schema of an object with those properties."""
+    """The schema of an object with these properties."""
     properties = {name: PROPERTIES[name] for name in names}
     return {"type": "object", "properties": properties, "required": [*names], "additionalProperties": False}
 
 
 def many(count: int) -> list[dict[str, Any]]:
-    """Schemas of one to four properties each, in which all of them are."""
+    """Schemas of one to four properties each, which together have all properties."""
     names, rng = [*PROPERTIES], np.random.default_rng(0)
     return [schema(names[i % len(names)], *rng.permutation(names[:i] + names[i + 1 :])[: i % 4]) for i in range(count)]
 
 
 def tokenizer(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
-    """Of the pieces."""
+    """A tokenizer with the pieces."""
     made = _backend()
     if normalizer:
         made.normalizer = normalizer
@@ -93,7 +93,7 @@ def _backend() -> tokenizers.Tokenizer:
     return made
 
 
-# Against plain Python: the best of the tokens with which some text is still within reach.
+# The reference in plain Python: the best of the tokens after which some text can still be completed.
 
 FINITE = {"colour": ["red", "redder", "ab"], "mixed": ["5", "null", "19"], "fixed": ["ab"]}
 
@@ -109,7 +109,7 @@ def tokens_needed(text: str, pieces: list[str]) -> int:
 
 
 def allowed(written: str, texts: list[str], left: int, pieces: dict[int, str]) -> list[int]:
-    """Tokens that may come next; `left`: answers that are left, this one included."""
+    """The allowed next tokens; `left`: the number of remaining tokens, this one included."""
     spelled, targets = [*pieces.values()], [space + text for text in texts for space in ("", " ")]
     found = [1] if written in targets else []
     for token, piece in pieces.items():
@@ -126,10 +126,10 @@ def choices(
     near: list[bool],
     margins: list[float] | None = None,
 ) -> oracle.NextTokens:
-    """For `oracle.algorithm1`: the best allowed token of each row; one that is over or has still to begin gets any.
+    """Returns for `oracle.algorithm1` the best allowed token of each row; rows that are not open get any token.
 
-    `last`: the logits [V] after each row's last token. `near` gets whether a row's end is near, `margins` by how much
-    the best is better than the second.
+    `last`: gives the logits [V] after each row's last token. `near` gets whether a row's end is near, `margins` the
+    differences between the best and the second-best logit.
     """
     pieces = {i: piece.replace("▁", " ") for i, piece in enumerate(PIECES) if i > 2}
     delay, time_max = made.config.grid.delay, made.config.grid.time_max
@@ -151,7 +151,7 @@ def choices(
     return next_tokens
 
 
-SIZES = dataclasses.replace(IN_BLOCKS, vocab_size=len(PIECES) + 3)  # as T5's, it is larger than its tokenizer
+SIZES = dataclasses.replace(IN_BLOCKS, vocab_size=len(PIECES) + 3)  # larger than the tokenizer's vocabulary, as in T5
 
 
 def generator(
@@ -162,7 +162,7 @@ def generator(
     of: tuple[Backbone, Any] | None = None,
     **grid: Any,
 ) -> Generator:
-    """A generator of random weights, or of that backbone and parameters; `decode` and `grid`: its settings."""
+    """A generator with random weights, or with a backbone and parameters; `decode` and `grid`: its settings."""
     model, params = of or (SIZES, oracle.random_params(SIZES, np.random.default_rng(seed), eos_scale=1.2))
     config = Config(
         model=model,

@@ -1,4 +1,4 @@
-"""A perfect model: decoding that costs nothing and writes given rows, to count decoder calls."""
+"""Decoding with a perfect model that costs nothing and writes given rows, to count decoder calls."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(Plain):
-    """Drafted decoding in which the model answers as a script says, for any query."""
+    """Drafted decoding in which the model answers any query by a script."""
 
     inner: GridStrategy
 
@@ -91,10 +91,10 @@ def decode(
     width: int = 1,
     forced: np.ndarray | None = None,
 ) -> Decoded:
-    """Decodes a batch with a model that answers with these rows of ids, which have no eos.
+    """Decodes a batch with a model that answers with the given rows of ids, which have no eos.
 
-    `length`, `width`: of the padded sources, and of the padded rows with their eos, at least. `forced`: as in
-    `DecodingOptions`; the rows begin with these tokens.
+    `length`, `width`: the least lengths of padded sources, and of padded rows with their eos. `forced`: as in
+    `DecodingOptions`: the rows begin with these tokens.
     """
     longest = max(length, *map(len, sources))
     ids = np.asarray([[*s, *[0] * (longest - len(s))] for s in sources], np.int32)
@@ -106,7 +106,7 @@ def decode(
 
 
 def script(answers: Sequence[Sequence[Sequence[int]]], rows: int, width: int, eos: int) -> np.ndarray:
-    """i32 [B, rows, width], the tokens of each row of each answer, cut there, and eos after the last."""
+    """The script i32 [B, rows, width]: the tokens of each row of each answer, truncated to width, then eos."""
     says = np.full((len(answers), rows, width), eos, np.int32)
     for b, answer in enumerate(answers):
         for i, row in enumerate(answer[:rows]):

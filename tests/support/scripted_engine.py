@@ -1,4 +1,4 @@
-"""An engine without a model: it writes a request's own tokens back, as rows, at once or when a test lets it."""
+"""An engine without a model: it returns the tokens of a request as rows, immediately or when a test allows it."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from pipejax.inference.generator import Generator
 
 
 class ScriptedEngine:
-    """The rows of an answer are the prompt's tokens, three a row, plus the seed: no two requests get the same."""
+    """An engine whose answers are the prompt's tokens plus the seed, three in a row, so that all answers differ."""
 
     def __init__(self, generator: Generator, *, places: int = 2, queue: int = 2) -> None:
         self.generator, self.places, self._queue = generator, places, queue
@@ -81,7 +81,7 @@ class _Answer:
         threading.Thread(target=tell, daemon=True).start()
 
     def _events(self) -> Iterator[Any]:
-        """Step by step, and in a step row by row."""
+        """Yields the events of each step, in the order of rows."""
         engine, rows = self._engine, self._engine.own_tokens(self._request)
         delay, count = engine.generator.config.grid.delay, 0
         for time in range(delay * len(rows) + max(map(len, rows), default=0)):

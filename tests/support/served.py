@@ -1,4 +1,4 @@
-"""The server's application above a scripted engine, and what its replies hold."""
+"""The server's application with a scripted engine, and functions that read its replies."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def chunks(reply: Any) -> list[dict[str, Any]]:
 
 
 def error(reply: Any, status: int) -> dict[str, Any]:
-    """The error object of a reply with that status, which says nothing of the machine."""
+    """The error object of a reply with a status; asserts that it contains no details of the machine."""
     assert reply.status_code == status, reply.text
     found = reply.json()["error"]
     assert set(found) - {*FIELDS} == {"message", "type", "param", "code"}
@@ -46,7 +46,7 @@ def error(reply: Any, status: int) -> dict[str, Any]:
 def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     ends = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < ends, "it did not happen"
+        assert time.monotonic() < ends, "the condition did not become true"
         time.sleep(0.005)
 
 
@@ -63,7 +63,7 @@ def running(own: app.Service, **settings: Any) -> Iterator[int]:
     """A context with a server on real sockets; yields its port."""
     listener = serve_command.listen("127.0.0.1", 0)
     port: int = listener.getsockname()[1]
-    listener.listen()  # a client that comes before the server has started waits
+    listener.listen()  # a client that connects before the server has started waits
     thread = threading.Thread(target=serve_command.run, args=(own, listener), kwargs=settings)
     thread.start()
     try:
@@ -80,7 +80,7 @@ class Reply(NamedTuple):
     status: int
     headers: dict[str, str]  # by lower-case name
     body: bytes
-    rest: bytes  # after the first answer
+    rest: bytes  # bytes after the first response
 
 
 def read_reply(connection: socket.socket) -> Reply:

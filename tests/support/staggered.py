@@ -1,8 +1,8 @@
-"""A method that shares nothing with ours: layout, loss, strategy, shape of answers and end token are its own.
+"""A custom method that shares nothing with pipejax's methods: layout, loss, strategy, answers and end token differ.
 
-Row i of `rows` begins at time 2 i, whatever the others do, and ends by a token of its own, which is never fed. At each
-place two tokens are right: the next one of the row, and the first of its next word; a setting says how much the second
-counts.
+Row i of `rows` begins at time 2 i, independent of the other rows, and ends by its own end token, which is never fed. At
+each place two tokens are correct: the next token of the row, and the first token of its next word. A setting is the
+weight of the second one.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class State:
 
     time: jax.Array  # i32 [B]
     tokens: jax.Array  # i32 [B, R, W]
-    count: jax.Array  # i32 [B, R], of each row, its end included
+    count: jax.Array  # i32 [B, R], the tokens of each row, its end included
     ended: jax.Array  # bool [B, R]
     done: jax.Array  # bool [B]
 

@@ -1,4 +1,4 @@
-"""Small steps to save, and ways to have saving and reading them fail."""
+"""Small steps to save, and functions that make saving or reading fail."""
 
 import os
 from pathlib import Path
@@ -20,14 +20,14 @@ def tree(value: float) -> dict[str, Any]:
 
 
 def save_all(store: Store, *steps: int) -> None:
-    """Saves steps in the background; each holds its own number."""
+    """Saves steps in the background; each step has its number as its value."""
     for step in steps:
         assert store.save(step, tree(float(step)), config=CONFIG, metadata={"score": [step]})
     assert store.close()
 
 
 class Failing:
-    """A write that ends with an error, as it is waited for in the background."""
+    """A background write that ends with an error when it is awaited."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -37,7 +37,7 @@ class Failing:
 
 
 def fail_with(number: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
-    """The next items that are saved run into that error while their arrays are written."""
+    """Makes the writing of arrays fail with an error number for the next saved items."""
     handler = orbax.checkpoint.PyTreeCheckpointHandler
     original, left = handler.async_save, [times]
 

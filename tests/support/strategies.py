@@ -7,5 +7,5 @@ from pipejax.methods import Ids
 
 
 def make(name: str, grid: GridConfig, decode: DecodeConfig, *, bos: int, eos: int) -> Strategy:
-    """As a generator makes it."""
+    """Makes a strategy as a generator does."""
     return methods.make_strategy(methods.make(name, Config(grid=grid, decode=decode)), decode, Ids(bos, eos))

@@ -10,7 +10,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshCon
 
 MODEL = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1)
 DEEP = dataclasses.replace(MODEL, num_layers=2, num_decoder_layers=3)
-# Few words: with random weights rows end soon, and repeat themselves. Distances go beyond the last bucket.
+# Few words: with random weights rows end soon and repeat themselves. Distances exceed the last bucket.
 FEW_WORDS = T5Config(
     vocab_size=9,
     d_model=12,
@@ -22,11 +22,11 @@ FEW_WORDS = T5Config(
     relative_attention_num_buckets=8,
     relative_attention_max_distance=20,
 )
-# Some more, among which to draw.
+# More words, for sampling.
 MORE_WORDS = T5Config(
     vocab_size=12, d_model=16, d_kv=4, d_ff=16, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
 )
-# Of sizes that our kernels take.
+# Sizes that pipejax's kernels support.
 IN_BLOCKS = T5Config(
     vocab_size=48,
     d_model=32,
@@ -58,9 +58,9 @@ RUN = Config(
     ),
     decode=DecodeConfig(max_length=16),
 )
-# On one device: it compiles in three quarters of the time.
+# One device: compilation takes three quarters of the time.
 RUN_ON_ONE = dataclasses.replace(RUN, mesh=MeshConfig(data=1))
-# A single step, on which nothing is drawn.
+# A single step without random numbers.
 STEP = dataclasses.replace(
     RUN_ON_ONE,
     train=TrainConfig(batch_size=24, length_group=2, learning_rate=1e-3, warmup_steps=2, dropout=0.0),
@@ -77,7 +77,7 @@ MESHES = [
 
 
 def change(config: Config, **sections: dict[str, Any]) -> Config:
-    """The config with other values of some keys: `change(RUN, train={"steps": 3})`."""
+    """Returns the config with other values of some keys: `change(RUN, train={"steps": 3})`."""
     return dataclasses.replace(
         config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     )

@@ -1,4 +1,4 @@
-"""A tiny run: its files, and what its directory says of it. All batches have one shape, so that a run compiles once."""
+"""A tiny run: its files, and readers of its directory. All batches have one shape, so that a run compiles once."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 STEPS, EVERY = 24, 4
-CONFIG = '''"""The fault harness's model and data."""
+CONFIG = '''"""The model and data of lab.faults."""
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 config = Config(
     name="faults",
@@ -40,7 +40,7 @@ def prepare(directory: Path) -> Path:
 
 
 def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl, without times and rates; a torn last line is left out."""
+    """The complete lines of metrics.jsonl, without times and rates; an incomplete last line is left out."""
     path = workdir / "metrics.jsonl"
     lines = []
     for line in path.read_text().splitlines() if path.is_file() else ():
@@ -52,10 +52,10 @@ def metrics(workdir: Path) -> list[dict[str, Any]]:
 
 
 def steps_made(workdir: Path) -> int:
-    """The last step that the log knows of."""
+    """The last step in the log."""
     return max((line["step"] for line in metrics(workdir) if line["event"] == "train"), default=0)
 
 
 def committed(workdir: Path, kind: str = "checkpoints") -> list[int]:
-    """The steps on disk, oldest first; of `kind` "best" the one that is kept apart."""
+    """The steps on disk, oldest first; for the `kind` "best", the step in best/."""
     return sorted(int(path.name) for path in workdir.glob(f"{kind}/*") if path.name.isdigit())

@@ -26,7 +26,7 @@ def save(directory: Path, inner: tokenizers.Tokenizer, kind: str = "", **special
 
 
 def train_spiece(directory: Path, text: str, pieces: int, **settings: Any) -> Path:
-    """Writes a bare spiece.model of so many pieces, trained on a text; `settings`: of sentencepiece, such as T5_IDS."""
+    """Writes only a spiece.model of `pieces` pieces, trained on a text; `settings`: sentencepiece's, such as T5_IDS."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([text[i:] + text[:i] for i in range(len(text))]),
         model_prefix=str(directory / "spiece"),
@@ -77,7 +77,7 @@ def bert(directory: Path, kind: str = "BertTokenizer") -> Path:
 
 
 def gemma(directory: Path) -> Path:
-    """Gemma's kind: pieces with byte fallback, a bos before a text, and nothing behind it."""
+    """Gemma's kind: pieces with byte fallback, a bos before a text, and nothing after it."""
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *BYTES, "▁", *LETTERS, "th", "the", "▁the", "fo", "fox"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x")]
     inner = tokenizers.Tokenizer(
@@ -101,7 +101,7 @@ def unigram(pieces: list[str], unknown: int, **settings: Any) -> tokenizers.Toke
 
 
 def t5(directory: Path) -> Path:
-    """T5's kind: an eos behind a text."""
+    """T5's kind: an eos after a text."""
     inner = unigram(["<pad>", "</s>", "<unk>", *WORDS, *LETTERS], 2)
     inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -109,13 +109,13 @@ def t5(directory: Path) -> Path:
 
 
 def byt5(directory: Path) -> Path:
-    """Bytes without the library tokenizers, and an eos behind a text that does not end with one."""
+    """ByT5's kind: bytes without the library tokenizers, and an eos after a text that does not end with one."""
     transformers.ByT5Tokenizer().save_pretrained(directory)
     return directory
 
 
 def gpt2(directory: Path) -> Path:
-    """Bytes, and nothing around a text."""
+    """GPT-2's kind: bytes, and nothing around a text."""
     end, alphabet = "<|endoftext|>", sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = tokenizers.Tokenizer(models.BPE(numbered(end, *alphabet), []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -124,7 +124,7 @@ def gpt2(directory: Path) -> Path:
 
 
 def words(directory: Path) -> Path:
-    """Whole words, and around a text a template of three ids that has two at the end."""
+    """A kind of whole words, with a template of three ids around a text, two of them after it."""
     inner = tokenizers.Tokenizer(models.WordLevel(numbered("<pad>", "</s>", "<unk>", "<2en>", *LETTERS), "<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     around: Mapping[str, Any] = {"special_tokens": [("<2en>", 3), ("</s>", 1)]}

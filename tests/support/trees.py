@@ -1,4 +1,4 @@
-"""Two trees of arrays, leaf by leaf."""
+"""Comparisons of two trees of arrays, leaf by leaf."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import numpy as np
 
 
 def close(a: Any, b: Any, **tolerance: Any) -> None:
-    """Asserts that they differ by no more than `tolerance`: rtol, atol."""
+    """Asserts that the trees differ by at most `tolerance`: rtol, atol."""
     for one, other in zip(*map(jax.tree.leaves, (a, b)), strict=True):
         np.testing.assert_allclose(one, other, **tolerance)
 
 
 def same_bits(a: Any, b: Any) -> None:
-    """Asserts that they are equal."""
+    """Asserts that the trees are equal in every bit."""
     for one, other in zip(*map(jax.tree.leaves, (a, b)), strict=True):
         np.testing.assert_array_equal(one, other)

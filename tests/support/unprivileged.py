@@ -1,4 +1,4 @@
-"""Runs a command without root's privilege to read and write everything, so that permissions count for root, too."""
+"""Runs a command without root's privilege to read and write everything, so that permissions apply to root, too."""
 
 import ctypes
 import importlib
@@ -17,7 +17,7 @@ def drop() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """MODULE ARGUMENTS ...: the `main` of that module."""
+    """Runs the `main` of a module: MODULE ARGUMENTS ..."""
     drop()
     module, *arguments = argv
     return int(importlib.import_module(module).main(arguments))

@@ -1,12 +1,12 @@
-"""Verified drafts by their definition, in plain lists: the tokens that each decoder call may accept.
+"""The definition of verified drafts in plain lists: the tokens that each decoder call may accept.
 
-The model is perfect: it answers with the rows of `oracle.algorithm1`. A token counts for other tokens once it was fed
-together with, or after, all tokens that are visible to it, and only if it and all of these are right.
+The model is perfect: it answers with the rows of `oracle.algorithm1`. A token is valid for other tokens as soon as it
+was fed together with, or after, all tokens that it sees, and only if it and all of these tokens are correct.
 """
 
 from collections.abc import Callable, Sequence
 
-Drafts = Callable[[int, int], Sequence[int]]  # the draft for row i after that many tokens
+Drafts = Callable[[int, int], Sequence[int]]  # the draft for a row after a number of tokens
 Asked = tuple[int, int, int, list[int]]  # a row, tokens written to it, drafts accepted, and what was drafted
 
 
@@ -20,7 +20,7 @@ def calls(
     unique: bool = False,
     eos: int = 1,
 ) -> int:
-    """Decoder calls until all is written; arguments as of `trace`."""
+    """The number of decoder calls until all rows are written; the arguments are the arguments of `trace`."""
     return len(trace(rows, drafts, delay=delay, time_max=time_max, literal=literal, unique=unique, eos=eos))
 
 
@@ -38,18 +38,18 @@ def trace(
     """Returns, for each decoder call until all rows are written, the queried rows and the accepted tokens.
 
     Args:
-      rows: the outcome of Algorithm 1, with bos and, where they ended, eos.
-      drafts: asked in each call for each row that is open or may begin.
+      rows: the result of Algorithm 1, with bos and, in ended rows, eos.
+      drafts: called in each decoder call for each row that is open or may begin.
       delay: Δt; with 0 all rows begin in the first call.
-      time_max: time-steps at the most.
-      sub_max: rows at the most, those included that are asked and then do not begin; 0: none of these.
-      literal: as in Algorithm 1, rows start until all have ended; else until one is empty.
-      unique: neither do any once two neighbours have ended that each equal a row before them, unless `literal`.
-      eos: ends a row.
+      time_max: most time-steps.
+      sub_max: most rows, including rows that are queried but do not begin; 0: no such rows.
+      literal: whether rows start until all rows have ended, as in Algorithm 1; otherwise until a row is empty.
+      unique: whether no row starts after two adjacent rows that each equal an earlier row, unless `literal`.
+      eos: the token that ends a row.
     """
     cells = {(i, i * delay + j): token for i, row in enumerate(rows) for j, token in enumerate(row)}
     most = max(min(sub_max, -(-time_max // delay)), len(rows)) if delay else len(rows)
-    written = {(i, i * delay) for i in range(most)}  # every bos is known, though not whether its row begins
+    written = {(i, i * delay) for i in range(most)}  # every bos is known, but not whether its row begins
     valid: set[tuple[int, int]] = set()  # cells that were fed and count
 
     def sees(cell: tuple[int, int]) -> set[tuple[int, int]]:
@@ -87,12 +87,12 @@ def trace(
                 break
             guess = list(drafts(i, now - i * delay))
             guess = guess[: guess.index(eos) + 1] if eos in guess else guess
-            # Beyond the reach of the rows above nothing can count; at the last time-step there is no query.
+            # Tokens that see unwritten tokens of rows above are not valid; there is no query at the last time-step.
             guess = guess[: max(min(reach, time_max - 1) - now, 0)]
             proposed[i] = guess
             for t, token in enumerate([cells.get((i, now), 0), *guess], now):
                 fed[i, t] = token
-            if guess[:1] == [eos] and now == i * delay and delay:  # no row follows an empty one
+            if guess[:1] == [eos] and now == i * delay and delay:  # no row follows an empty row
                 break
             if eos not in guess:
                 reach = min(reach, now + len(guess))

@@ -1,4 +1,4 @@
-// Attention to itself in blocks, and to a source, to be called from Python.
+// Self-attention in blocks and attention to a source, for calls from Python.
 #include "attention.h"
 
 extern "C" void attend(const float* queries, const float* keys, const float* values, int64_t length, int64_t width,

@@ -1,5 +1,5 @@
-// The instructions of AVX-512 and VNNI that the kernel's level "vnni" uses, as a compiler's own vectors: with this folder before
-// the system's, and `-D__AVX512F__ -D__AVX512VNNI__`, that level runs on any processor.
+// The instructions of AVX-512 and VNNI in the kernel's level "vnni", implemented with a compiler's vectors: if this folder is
+// before the system's, with `-D__AVX512F__ -D__AVX512VNNI__`, this level runs on any processor.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ typedef uint16_t WordsOf512 __attribute__((vector_size(64)));
 enum { _MM_FROUND_TO_NEG_INF = 1, _MM_FROUND_NO_EXC = 8, _CMP_GT_OQ, _CMP_NLT_UQ };
 
 template <typename To, typename From>
-inline To InEach(From from) {  // from(lane), of 16
+inline To InEach(From from) {  // from(lane) in each of 16 lanes
   To x;
   for (int i = 0; i < 16; ++i) x[i] = from(i);
   return x;
@@ -25,7 +25,7 @@ inline To InEach(From from) {  // from(lane), of 16
 inline __m512 _mm512_set1_ps(float x) { return __m512{} + x; }
 inline __m512 _mm512_fmadd_ps(__m512 x, __m512 y, __m512 z) { return InEach<__m512>([&](int i) { return __builtin_fmaf(x[i], y[i], z[i]); }); }
 inline __m512 _mm512_sqrt_ps(__m512 x) { return InEach<__m512>([&](int i) { return std::sqrt(x[i]); }); }
-inline __m512 Floor(__m512 x) {  // of numbers of a moderate size
+inline __m512 Floor(__m512 x) {  // for numbers of a moderate size
   const __m512 whole = __builtin_convertvector(__builtin_convertvector(x, IntsOf512), __m512);
   return whole > x ? whole - 1.0f : whole;
 }
@@ -77,10 +77,10 @@ inline __m512i _mm512_set1_epi8(int8_t x) {
   std::memset(&all, x, 64);
   return all;
 }
-inline __m512i _mm512_cvtps_epi32(__m512 x) {  // what is no such number becomes the least one
+inline __m512i _mm512_cvtps_epi32(__m512 x) {  // numbers that int32 does not have become the least int32
   return (__m512i)InEach<IntsOf512>([&](int i) { return std::fabs(x[i]) < 0x1p31f ? (int32_t)std::nearbyint(x[i]) : INT32_MIN; });
 }
-// Four bytes, or two words, of the first, as many of the second, then the next four: `to` a byte or a word.
+// Interleaves four bytes or two words of the first with as many of the second, and so on: `to` is a byte or a word.
 template <typename From, typename To>
 inline __m512i Packed(__m512i x, __m512i y) {
   constexpr int kEach = 16 / sizeof(From), kMost = sizeof(To) == 1 ? 255 : 65535;
@@ -108,7 +108,7 @@ inline __mmask16 _mm512_movepi32_mask(__m512i x) {
   for (int i = 0; i < 16; ++i) mask |= (((IntsOf512)x)[i] < 0) << i;
   return mask;
 }
-inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {  // bytes without a sign times bytes with one
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {  // unsigned bytes times signed bytes
   IntsOf512 total = (IntsOf512)sum;
   for (int j = 0; j < 32; j += 8) total += ((IntsOf512)x >> j & 255) * ((IntsOf512)y << (24 - j) >> 24);
   return (__m512i)total;
