@@ -1,4 +1,4 @@
-"""Adapters: PEFT's in and out, whose own library has the last word."""
+"""Adapters of PEFT are read and written; PEFT's own library is the reference."""
 
 import functools
 import json
@@ -108,7 +108,7 @@ def test_peft_adapter_round_trip_keeps_logits(kind: str, base: Path, tmp_path: P
     np.testing.assert_allclose(theirs(by_transformers), expected, atol=1e-4)
 
 
-def test_a_file_of_torch_and_a_base_by_name(base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_adapter_in_a_torch_file_with_a_base_by_name_is_read(base: Path, tmp_path: Path, capsys: Any) -> None:
     expected = adapt(base, tmp_path / "adapter", KINDS["names"])
     tensors = {name: torch.tensor(x) for name, x in load_file(tmp_path / "adapter/adapter_model.safetensors").items()}
     torch.save(tensors, tmp_path / "adapter/adapter_model.bin")
@@ -222,7 +222,7 @@ def test_fields_that_leave_lora_plain_are_accepted(kind: str, base: Path, adapte
             np.testing.assert_allclose(array, merged[name].numpy().T, atol=1e-5)
 
 
-def test_the_base_of_an_adapter_is_of_its_revision(base: Path, tmp_path: Path) -> None:
+def test_base_of_an_adapter_has_the_revision_of_the_adapter(base: Path, tmp_path: Path) -> None:
     for given, expected in (
         ({"revision": "v2"}, "some/t5@v2"),
         ({"revision": "main"}, "some/t5"),

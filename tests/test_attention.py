@@ -1,4 +1,4 @@
-"""Attention and its gradient by hand, against softmax as JAX differentiates it."""
+"""Attention and its handwritten gradient, compared with softmax as JAX differentiates it."""
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,8 @@ def test_value_and_gradient_equal_softmax(shape, rate):
 
 
 @pytest.mark.slow
-def test_in_bfloat16_too_the_gradients_of_a_row_of_scores_cancel():
-    """Softmax does not change when all scores of a query grow alike; 0.9 is no number of bfloat16."""
+def test_gradients_of_a_query_cancel_in_bfloat16():
+    """Softmax does not change if the same number is added to all scores of a query; bfloat16 does not represent 0.9."""
     shapes = [(4, 8, n, 32) for n in (64, 48, 48)]
     arrays = [draw(shape, seed).astype(jnp.bfloat16) for seed, shape in enumerate(shapes)]
     bias, seed = jnp.zeros((4, 8, 64, 48)), dropout.make_seed(jax.random.key(0))

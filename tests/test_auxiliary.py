@@ -1,4 +1,4 @@
-"""Parameters beside a frozen backbone: their training, their item in checkpoints, and where they are refused."""
+"""Auxiliary parameters with a frozen backbone: their training, their item in checkpoints, and refusals."""
 
 import dataclasses
 import re
@@ -92,7 +92,7 @@ def test_the_vector_is_trained_and_the_backbone_is_not(base: Path, run: Path) ->
 
 
 def test_the_loss_equals_numpy(base: Path, run: Path) -> None:
-    """The mean squared error over the source tokens of the evaluated examples."""
+    """The loss is the mean squared error over the source tokens of the evaluated examples."""
     from pipejax.data import make_task
     from pipejax.data.encoding import encode_example
 
@@ -111,7 +111,7 @@ def test_the_loss_equals_numpy(base: Path, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_training_continues_as_if_it_had_not_stopped(base: Path, run: Path) -> None:
+def test_resumed_training_equals_uninterrupted_training(base: Path, run: Path) -> None:
     place = base.parent / "stopped"
     assert fit(config_of(base, steps=2), place) == 0
     assert fit(config_of(base), place) == 0
@@ -158,7 +158,7 @@ def test_conversions_keep_the_parameters(run: Path, tmp_path: Path) -> None:
         from_hf(tmp_path / "hf", tmp_path / "other")
 
 
-def test_settings_that_do_not_go_together_raise_one_line(base: Path, tmp_path: Path) -> None:
+def test_incompatible_settings_raise_one_line(base: Path, tmp_path: Path) -> None:
     named = [f"auxiliary={CLASS}", "train.freeze=backbone"]
     assert config_lib.override(RUN_ON_ONE, [*named, "auxiliary.scale=0.5"]).auxiliary == Even(scale=0.5)
     with refuses("train.freeze", found="backbone without auxiliary parameters"):
@@ -173,8 +173,8 @@ def test_settings_that_do_not_go_together_raise_one_line(base: Path, tmp_path: P
         config_lib.override(RUN_ON_ONE, ["auxiliary=support.foreign_auxiliary:FromEven"])
 
 
-def test_the_class_of_the_documentation_has_the_loss_that_it_states() -> None:
-    """Two sources in two rows of a batch: the mean cross-entropy of "this source token is in the answer"."""
+def test_class_of_the_documentation_has_its_documented_loss() -> None:
+    """Compares the mean cross-entropy of "this source token is in the answer" for a batch of two sources."""
     page = (Path(__file__).parents[1] / "docs" / "auxiliary.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:1]
     found: dict[str, Any] = {"__name__": "in_answer"}

@@ -1,4 +1,4 @@
-"""Backbones beside transformers: logits, gradients, dropout, answers, rows and files, for each backbone alike."""
+"""Each backbone is compared with transformers: logits, gradients, dropout, answers, rows and files."""
 
 import dataclasses
 import itertools
@@ -120,7 +120,7 @@ def test_check_backbone_passes(case: BackboneCase) -> None:
     ids=["t5gemma", "t5gemma-untied", "t5gemma2", "umt5"],
 )
 def test_conversion_round_trips(case: BackboneCase, model: Any, tmp_path: Path, capsys: Any) -> None:
-    """A directory of transformers names the class by its model_type; its tensors come back bit by bit."""
+    """A directory of transformers names the class by its model_type, and its tensors are equal in every bit."""
     _, torchs = case.loaded(3, model)
     if case is UMT5:
         save_umt5(torchs, tmp_path / "there")

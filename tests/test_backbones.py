@@ -181,7 +181,7 @@ def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, briefly,
     ],
 )
 def test_changed_stock_t5_is_detected(place, name, monkeypatch):
-    """By the identity of its functions; a subclass is another module as well."""
+    """Its functions are compared by identity; a subclass is another module as well."""
     assert isinstance(backends.fastest(FEW_WORDS, jnp.float32), Xla)
     monkeypatch.setattr(place, name, lambda *given, **more: None)
     assert type(backends.fastest(FEW_WORDS, jnp.float32)) is Backend
@@ -215,7 +215,7 @@ def test_layer_by_layer_is_the_stock_decoder(weights, model, method):
 
 @pytest.mark.slow
 def test_opening_a_run_imports_no_backbone(page, tmp_path, monkeypatch, capsys):
-    """It is asked for in Python by importing it, on the command line by name; its sizes may be those of a T5."""
+    """Python imports the backbone, and the command line names it; its sizes may be those of a T5."""
     config = config_lib.override(RUN, ["model=linear:LinearConfig", "model.d_kv=8"])
     assert config.model == page(**{**vars(RUN.model), "d_kv": 8})
     run = tmp_path / "run"
@@ -243,7 +243,7 @@ class FlaxFeedForward(layers.FeedForward):
 
 
 def test_unread_scales_and_factors_are_refused(monkeypatch):
-    """Flax would ignore them: int8 weights would decode as noise, and factors would be trained for nothing."""
+    """Flax would ignore them: int8 weights would decode as noise, and factors would be trained without effect."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(3))
     for layer in (t5.EncoderLayer, t5.DecoderLayer):
         monkeypatch.setattr(layer, "feed_forward_class", FlaxFeedForward)
@@ -290,7 +290,7 @@ class GatedConfig(T5Config):
 
 
 def test_additional_parameters_are_checked_before_the_first_step(tmp_path, monkeypatch):
-    """A number has no axes."""
+    """A scalar parameter has no axes."""
     model = GatedConfig(**vars(RUN.model))
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
@@ -312,7 +312,7 @@ def test_classes_of_the_main_script_are_refused(monkeypatch):
         config_lib.to_json(Config(model=TINY))
 
 
-def test_another_class_than_the_checkpoints_is_named(tmp_path):
+def test_refusal_names_the_class_of_the_checkpoint(tmp_path):
     t5, umt5 = Config(model=T5Config(**vars(TINY))), Config(model=TINY)
     name = "'pipejax.backbones.umt5:UMT5Config'"
     with refuses("model.class", found=name, expected="T5Config as in the checkpoint"):
@@ -406,7 +406,7 @@ def test_backbone_without_its_own_model_type_is_not_exported_as_t5(kind, tmp_pat
 @pytest.mark.parametrize("kind", [Named, Grandchild, Prefixed])
 @pytest.mark.parametrize("model", [FEW_WORDS, T5Config(**vars(TINY))], ids=["v1.0", "v1.1"])
 def test_backbone_with_model_type_round_trips(kind, model, tmp_path):
-    """Neither transformers nor pipejax takes it for a T5; head and scale come back."""
+    """Neither transformers nor pipejax reads it as a T5; head and scale are restored."""
     params = oracle.random_params(model, np.random.default_rng(1))
     write_hf(kind(**vars(model)), params, tmp_path / "there", None)
     with pytest.raises(ValueError, match="named-t5"):
@@ -446,7 +446,7 @@ def test_file_without_decoder_is_refused(kind, tmp_path):
 
 
 def test_two_parameters_of_one_name_are_refused(tmp_path):
-    """In both directions: one of them would be lost."""
+    """They are refused in both directions, since one of them would be lost."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
     line = r"^model: Twice\.tensors: found encoder\.final_layer_norm\.weight for encoder/norm/scale and decoder/norm/"
     with pytest.raises(UserError, match=line):
@@ -492,7 +492,7 @@ class DividedConfig(T5Config):
 
 @pytest.mark.parametrize("decoded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_attention_of_another_class_is_in_all_layers(decoded):
-    """With queries that are longer by that root it is the stock T5, in a teacher-forced pass and step by step."""
+    """With queries scaled by the same root it equals the stock T5, in a teacher-forced pass and step by step."""
     params = flatten_dict(oracle.random_params(FEW_WORDS, np.random.default_rng(4)), sep="/")
     longer = {path: x * (FEW_WORDS.d_kv**0.5 if path.endswith("query/kernel") else 1) for path, x in params.items()}
     plain, scaled = (unflatten_dict(x, sep="/") for x in (params, longer))
@@ -530,7 +530,7 @@ def page(tmp_path, monkeypatch) -> Any:
 
 @pytest.mark.slow
 def test_backbone_of_the_page_attends_less_to_distant_tokens(page):
-    """It is the T5 whose table of biases holds its slopes, a bucket for each distance, and decodes as it is forced."""
+    """It equals a T5 whose bias table has its slopes, with a bucket for each distance, and decodes as it is forced."""
     own = page(**vars(FEW_WORDS))
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(5))
     table = -np.asarray([2.0**-4, 2.0**-8]) * np.arange(33)[:, None]
@@ -560,7 +560,7 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
     "spelling", [["--set", "model=pipejax.backbones.umt5:{}"], ["--backbone", "pipejax.backbones.umt5:{}"]]
 )
 def test_commands_import_a_backbone_by_setting(spelling, tmp_path, capsys):
-    """In two spellings; the help shows the first."""
+    """The setting has two spellings, and the help shows the first."""
     theirs = tmp_path / "theirs"
     write_hf(TINY, varied(TINY, 0), theirs, None)
     flag, right, wrong = spelling[0], spelling[1].format("UMT5Config"), spelling[1].format("Nothing")

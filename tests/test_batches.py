@@ -1,4 +1,4 @@
-"""Training batches depend on their number only, not on the process that encodes them; and the examples in a batch."""
+"""Training batches depend only on their number, not on the process that encodes them; examples in a batch."""
 
 import threading
 
@@ -134,7 +134,7 @@ def test_cut_sources_and_targets_are_counted(tokenizer):
 
 
 def test_shapes_are_chosen_by_a_sample_of_all_examples(tokenizer, monkeypatch):
-    """However they are sorted, and of no more texts than it takes."""
+    """The order of examples has no effect, and no more texts than necessary are read."""
     monkeypatch.setattr(batches, "SAMPLE", 40)
     encoded = list[str]()
 

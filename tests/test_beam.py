@@ -1,4 +1,4 @@
-"""Beam search against Hugging Face's on torch: tokens, ends and decoder steps over random models, batches included."""
+"""Beam search equals Hugging Face's in torch: tokens, ends and steps of random models, batches included."""
 
 import dataclasses
 import re
@@ -97,7 +97,7 @@ def test_beam_search_equals_transformers(config, beams, penalty, max_length, bat
 
 @pytest.mark.slow
 def test_generator_decodes_with_beams(in_torch):
-    """In its own sizes, sources of any length, batches filled up."""
+    """Batches have the generator's sizes, with sources of any length, and are filled up."""
     rng = np.random.default_rng(8)
     params = oracle.random_params(V1_1, rng, eos_scale=1.5)
     texts, model = sources(rng, 5, V1_1.vocab_size), in_torch(V1_1, params)

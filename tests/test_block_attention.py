@@ -1,4 +1,4 @@
-"""Attention in blocks beside `attend`: the kernels for GPUs run as ordinary computations here."""
+"""Attention in blocks is compared with `attend`; the kernels for GPUs run as ordinary computations."""
 
 import os
 from functools import partial
@@ -48,7 +48,7 @@ def encoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, S
 
 
 def decoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, Slots, np.ndarray | None]:
-    """Rows of slots that hold several targets, with any Δt, and padding."""
+    """Sequences of several targets, with any Δt, and padding."""
     every: list[Any] = []
     for _ in range(batch):
         delay = int(rng.integers(0, 4))
@@ -169,7 +169,7 @@ def test_packed_grid_with_dropout_equals_attend() -> None:
 @pytest.mark.parametrize("has_rows", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
 def test_groups_of_rows_equal_attend(first: int, has_rows: bool) -> None:
-    """Rows of 10 tokens in groups of 8 rows, so that whole blocks see each other, or do not; group 0 is seen by all."""
+    """Rows have 10 tokens, in groups of 8 rows: some whole blocks see each other, and some do not; all see group 0."""
     place, real = np.arange(230)[None], np.where(np.arange(230) < np.array([[230], [171]]), 0, -1)
     row, time, group = (np.broadcast_to(x, real.shape) for x in (place // 10, place % 10, first + place // 80))
     far = np.broadcast_to(200 * place, real.shape)  # all distances of two slots have one of the two outermost buckets
@@ -195,7 +195,7 @@ def test_slots_attend_to_their_own_sources() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [100, *(pytest.param(n, marks=pytest.mark.slow) for n in (40, 200))])
 def test_the_band_of_whole_sources_has_the_gradient_of_the_bias(length: int) -> None:
-    """Sources without padding, whose lengths are no multiples of the blocks."""
+    """The sources have no padding, and their lengths are no multiples of the blocks."""
     position = np.broadcast_to(np.arange(length), (2, length))
     slots = Slots(np.zeros((2, length), np.int32), position=position, consecutive=True)
     differences = apart(np.random.default_rng(length), (slots, slots, bidirectional()), rate=0.1)
@@ -240,7 +240,7 @@ def test_random_cases(number: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "layers"])
 def test_training_step_equals_step_with_arrays(remat: str) -> None:
-    """The loss and all gradients, the bias tables' included; with the same bits of dropout."""
+    """The loss and all gradients, including those of bias tables, are equal with the same bits of dropout."""
     config = T5Config(100, 32, 16, 64, 2, 1, 1)
     rng = np.random.default_rng(4)
     newborn = config.init_params(jax.random.key(0))
@@ -284,7 +284,7 @@ def packed(rng: np.random.Generator, *, examples: int, groups: int, length: int,
     "over_sources, length", [(False, 17), *(pytest.param(True, n, marks=pytest.mark.slow) for n in (17, 32))]
 )
 def test_packed_examples_have_the_masks_of_attend(over_sources: bool, length: int) -> None:
-    """The kernel's bits, seen through values of one column each, where examples begin at odd columns."""
+    """The bits of the kernel are read from values of one column each; examples begin at odd columns."""
     rng, count = np.random.default_rng(11), 64
     example = np.searchsorted([13, 40], np.arange(count), side="right")[None].astype(np.int32)
     q, k = (rng.standard_normal((1, 2, count, 64)).astype(np.float32) for _ in "qk")
@@ -304,14 +304,14 @@ def test_packed_examples_have_the_masks_of_attend(over_sources: bool, length: in
 
 
 @pytest.mark.long
-def test_the_trial_finds_the_kernels_right() -> None:
+def test_trial_accepts_correct_kernels() -> None:
     found = (float(block_attention.difference(32, trains=trains, interpret=True)) for trains in (False, True))
     assert all(0 < each < block_attention.TOLERANCE for each in found)
 
 
 @pytest.mark.slow
 def test_several_devices_attend_for_their_own_examples() -> None:
-    """With the same bits of dropout as one device, and with the gradient of the table that they share."""
+    """Bits of dropout equal those of one device, and so does the gradient of the shared table."""
     rng, mesh = np.random.default_rng(6), make_mesh(2, 2, 1)
     slots, _, bucket = jax.tree.map(jnp.asarray, decoder(rng, 4, 20))
     given = [jnp.asarray(rng.standard_normal((4, 2, 20, 16)), jnp.float32) for _ in "qkv"]
@@ -380,7 +380,7 @@ def test_reason_for_attention_by_arrays_is_logged_once(
 def test_processes_of_a_run_compile_the_same_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the trial of one of them fails, none attends in blocks."""
+    """If the trial of one process fails, no process attends in blocks."""
     backbone._warn.cache_clear()
     sharding = batch_sharding(make_mesh(1, 1, 1))
     assert choose_blocks(ARCHITECTURES["base"], GPU, sharding) is not None
@@ -390,13 +390,13 @@ def test_processes_of_a_run_compile_the_same_step(
     assert "which is slow: its trial failed" in caplog.text
 
 
-def test_a_changed_t5_keeps_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_t5_attends_by_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "attend", lambda *given: None)
     assert choose_blocks(ARCHITECTURES["base"], GPU) is None
 
 
-def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they are tried by is the difference from `attend`; a compiler's error counts as well."""
+def test_wrong_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are tested by their difference from `attend`; an error of the compiler counts as well."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for found, line in ((0.01, ""), (0.2, "on this GPU the kernels' results differ"), (np.nan, "on this GPU")):
         monkeypatch.setattr(block_attention, "difference", lambda width, trains, found=found: found)
@@ -423,7 +423,7 @@ def test_the_verdict_of_a_trial_decides(trains: bool, monkeypatch: pytest.Monkey
 
 
 def test_the_trial_runs_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, they would pass on a GPU whose compiler gets them wrong."""
+    """Interpreted kernels would pass on a GPU whose compiler makes mistakes."""
 
     def stop(*given: Any) -> None:
         raise RuntimeError(f"interpret={given[3].blocks.interpret}")
@@ -435,7 +435,7 @@ def test_the_trial_runs_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_decoding_and_training_use_block_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the device and the mesh on which they run."""
+    """The choice depends on the device and the mesh."""
     asked: list[Any] = []
 
     def choose(*given: Any) -> Blocks:

@@ -1,4 +1,4 @@
-"""The branching decoder against a plain one: NumPy in float64, one phrase at a time, no cache."""
+"""The branching decoder is compared with plain NumPy in float64: one phrase at a time, without a cache."""
 
 import dataclasses
 import itertools
@@ -148,7 +148,7 @@ def trie_loss(logits: Callable[[Sequence[int]], np.ndarray], phrases: Sequence[S
 
 
 def test_loss_equals_plain_python() -> None:
-    """Shared beginnings count once, phrases see only themselves, and the order of a target does not matter."""
+    """Shared beginnings count once, phrases see only themselves, and the order of a target has no effect."""
     words, config = demo.DemoTask().tokenizer(), dataclasses.replace(RUN_ON_ONE, method=Branching())
     targets = [
         ("red apples", "red lamps", "red apples white", "maps"),

@@ -132,7 +132,7 @@ def manifest() -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
 @pytest.mark.parametrize("kind", ["plain", "gzip", "parquet"])
 def test_blocks_hold_the_file(tmp_path: Path, kind: str, size: int) -> None:
-    """Read in any order, with the lines that they have in the file; a BOM, blank lines and CRLF are as they were."""
+    """Blocks are read in any order, with the lines of the file; a BOM, blank lines and CRLF are kept."""
     path = tmp_path / ("x.parquet" if kind == "parquet" else "x.jsonl")
     text = "\ufeff" + lines_of(VALUES[:4]) + "\n\n" + lines_of(VALUES[4:9]).replace("\n", "\r\n") + '{"id": "last"}'
     if kind == "parquet":
@@ -154,7 +154,10 @@ TABLE = 'id;source\r\nr1;"the\nbaker"\nr2;"a;b"\n\nr3;c\nr4\n"x"y;z\nr5;"d\n\n"\
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
 def test_blocks_hold_the_rows_of_a_table(tmp_path: Path, pack: Callable[[bytes], bytes], size: int) -> None:
-    """Whole rows, of several lines some of them; blank and bad ones count. Digests tell names and delimiter, too."""
+    """Blocks have whole rows, some of several lines; blank and bad rows count.
+
+    Digests include names and the delimiter.
+    """
     path = tmp_path / "x.csv"
     path.write_bytes(pack(("\ufeff" + TABLE).encode()))
     blocks = cut(str(path), size)
@@ -180,7 +183,7 @@ def test_blocks_hold_the_rows_of_a_table(tmp_path: Path, pack: Callable[[bytes],
 @pytest.mark.parametrize("size", [1, 4, 100])
 @pytest.mark.parametrize("name, dialect", [("x.tsv", FOUND), ("x.csv", Dialect("\t", "letters"))])
 def test_each_line_of_a_tsv_is_a_row_in_a_block(tmp_path: Path, name: str, dialect: Dialect, size: int) -> None:
-    """Whatever quotes it has; a quote of a CSV in which rows are lost ends the work, though bad lines are skipped."""
+    """Quotes have no effect in a TSV; if rows of a CSV are lost in a quote, the work ends, even with --skip-bad."""
     texts = ['"open', "b", 'c "d" e', 'f"', '"', '"whole"', "g"]
     path = tmp_path / name
     path.write_text("id\tsource\n" + "".join(f"r{i}\t{text}\n" for i, text in enumerate(texts)))
@@ -197,7 +200,7 @@ def test_each_line_of_a_tsv_is_a_row_in_a_block(tmp_path: Path, name: str, diale
 
 @pytest.mark.parametrize("flags", [(), ("data.csv_quotes=quote",)])
 def test_worker_uses_the_quote_setting_of_its_leader(run: Run, flags: tuple[str, ...], monkeypatch: Any) -> None:
-    """By the setting of the checkpoint or the command; the manifest has it."""
+    """The checkpoint or the command sets it, and the manifest records it."""
     read = list[object]()
 
     def seen(generator: Generator, placed: Any, *more: Any) -> Iterator[Any]:
@@ -213,8 +216,8 @@ def test_worker_uses_the_quote_setting_of_its_leader(run: Run, flags: tuple[str,
     assert manifest()["settings"]["data.csv_quotes"] == ("quote" if flags else "auto")
 
 
-def test_a_block_of_parquet_is_known_by_its_rows(tmp_path: Path) -> None:
-    """However they are written; one that has another row is another one, and so is one that is changed later."""
+def test_parquet_block_is_identified_by_its_rows(tmp_path: Path) -> None:
+    """The way of writing has no effect; a block with another row, or with a row that is changed later, differs."""
     values = [{"id": i, "source": f"text {i}", "day": datetime.date(2024, 1, 1 + i)} for i in range(12)]
     path = tmp_path / "x.parquet"
 
@@ -246,7 +249,7 @@ def test_changed_block_is_not_read(tmp_path: Path) -> None:
 
 
 def test_shards_equal_output_of_decode(run: Run, trained: Path) -> None:
-    """Of files of all kinds; lines without an id have their number in the file."""
+    """Files of all kinds are decoded; lines without an id have their number in the file."""
     without = [{"source": value["source"]} for value in VALUES]
     Path("a.jsonl").write_text("\n" + lines_of(without) + "\n")
     Path("b.jsonl.gz").write_bytes(gzip.compress(lines_of(VALUES).encode()))
@@ -263,7 +266,7 @@ def test_shards_equal_output_of_decode(run: Run, trained: Path) -> None:
 
 @pytest.mark.slow
 def test_several_answers_of_each_line(run: Run, trained: Path) -> None:
-    """They are drawn by id and number, so blocks do not count."""
+    """Samples are drawn by id and number, so blocks have no effect."""
     Path("a.jsonl").write_text(lines_of(VALUES[:5]))
     overrides = ("decode.samples=2", "decode.temperature=1")
     run("a.jsonl", block=3, overrides=overrides)
@@ -291,7 +294,7 @@ def test_finished_shards_are_not_decoded_again(run: Run, trained: Path, said: li
 
 
 def test_unreported_shard_of_a_dead_worker_is_kept(run: Run, trained: Path, monkeypatch: Any) -> None:
-    """The block is given to another worker, which finds it done."""
+    """Another worker gets the block, and finds that its shard exists."""
     Path("a.jsonl").write_text(lines_of(VALUES))
     run("a.jsonl")
     expected = manifest()["shards"]
@@ -301,8 +304,8 @@ def test_unreported_shard_of_a_dead_worker_is_kept(run: Run, trained: Path, monk
     assert manifest()["shards"] == expected
 
 
-def test_a_bad_line_stops_after_the_blocks_in_work(run: Run, trained: Path) -> None:
-    """With the message of pipejax decode; after the line is mended the same command resumes."""
+def test_bad_line_ends_the_work_after_the_current_blocks(run: Run, trained: Path) -> None:
+    """The message equals that of pipejax decode; after the line is corrected, the same command resumes."""
     bad = [*VALUES[:8], {"id": "x", "sauce": ""}, *VALUES[9:]]
     Path("a.jsonl").write_text(lines_of(bad))
     with pytest.raises(UserError) as told:
@@ -316,8 +319,8 @@ def test_a_bad_line_stops_after_the_blocks_in_work(run: Run, trained: Path) -> N
     assert content() == decoded(trained, "a.jsonl")
 
 
-def test_bad_lines_are_left_out_and_stay_known(run: Run, trained: Path, said: list[str]) -> None:
-    """The manifest lists them, also after a kill and for shards whose worker died before its report."""
+def test_bad_lines_are_left_out_and_listed_in_the_manifest(run: Run, trained: Path, said: list[str]) -> None:
+    """The list survives a kill, and includes shards whose worker died before its report."""
     bad = ['{"source": "x"', '{"sauce": 1}', "[]", '{"source": ""}']
     lines = lines_of(VALUES).splitlines()
     Path("a.jsonl").write_text("\n".join([lines[0], *bad[:2], *lines[1:9], *bad[2:], *lines[9:]]) + "\n")
@@ -352,7 +355,7 @@ def test_file_of_only_bad_lines_is_reported_at_the_end(run: Run) -> None:
     assert manifest()["complete"] and len(content().splitlines()) == 3
 
 
-def test_mending_parquet_costs_the_block_of_the_bad_row_alone(run: Run, trained: Path) -> None:
+def test_corrected_parquet_repeats_only_the_block_of_the_bad_row(run: Run, trained: Path) -> None:
     def write(values: Sequence[Any], **options: Any) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), "a.parquet", **options)
 
@@ -388,7 +391,7 @@ def test_errors_of_skipped_lines_are_read_again_with_any_characters(mark: str, t
     assert shards.look("a.jsonl") == written and written["skipped"] == errors
 
 
-def test_a_block_that_kills_its_process_is_given_up(tmp_path: Path) -> None:
+def test_block_that_kills_its_process_is_skipped(tmp_path: Path) -> None:
     found = Shards(tmp_path, "")
     found.directory.mkdir()
     for _ in range(shards.ATTEMPTS):
@@ -495,7 +498,7 @@ def test_missing_ray_raises_one_line(trained: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray, which the tests do not require")
 def test_killed_worker_does_not_change_output(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First a bad line, which is one line of output; then a kill of a worker, and the records are those of decode."""
+    """A bad line gives one line of output; after a kill of a worker, records equal those of decode."""
     monkeypatch.chdir(tmp_path)
     values = [{"id": f"r{i}", "source": " ".join(WORDS[i % 20][: 1 + i % 12])} for i in range(600)]
     Path("a.jsonl").write_text(lines_of([*values[:-1], {}]))

@@ -180,8 +180,8 @@ def test_a_conversion_is_not_written_into_a_cache_of_root(
 
 @as_root
 @pytest.mark.slow
-def test_a_cache_that_root_made_serves_another_user(tmp_path: Path) -> None:
-    """As in an image built by root; the cache is refused while it is writable for all or not readable for the user."""
+def test_cache_created_by_root_serves_another_user(tmp_path: Path) -> None:
+    """Root builds an image; the cache is refused if it is writable for all or not readable for the user."""
     place = Path(tempfile.mkdtemp())  # pytest's own is closed to others
     try:
         place.chmod(0o755)

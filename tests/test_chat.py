@@ -1,4 +1,4 @@
-"""Chats and responses over HTTP, above an engine without a model; and odd requests to all routes that answer."""
+"""Chats and responses over HTTP with an engine without a model, and odd requests to all routes that answer."""
 
 import json
 import logging
@@ -74,7 +74,7 @@ def events(reply: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("messages", [TURNS, TURNS[3:4], [{"role": "user", "content": PARTS}]])
-def test_a_chat(client: TestClient, engine: ScriptedEngine, messages: list[Any]) -> None:
+def test_chat_returns_the_answer(client: TestClient, engine: ScriptedEngine, messages: list[Any]) -> None:
     reply = client.post(CHAT, json={"model": "tiny", "messages": messages}).json()
     assert reply["object"] == "chat.completion" and reply["id"].startswith("chatcmpl-") and reply["model"] == "tiny"
     (choice,) = reply["choices"]
@@ -85,7 +85,7 @@ def test_a_chat(client: TestClient, engine: ScriptedEngine, messages: list[Any])
     assert reply["usage"] == {"prompt_tokens": tokens, "completion_tokens": tokens - 1, "total_tokens": 2 * tokens - 1}
 
 
-def test_a_chat_as_a_stream(client: TestClient, engine: ScriptedEngine) -> None:
+def test_streamed_chat_returns_the_answer(client: TestClient, engine: ScriptedEngine) -> None:
     body = {"messages": TURNS, "stream": True, "stream_options": {"include_usage": True}, "temperature": 1, "n": 2}
     *found, last = chunks(client.post(CHAT, json=body | {"seed": 3}))
     whole = client.post(CHAT, json={"messages": TURNS, "temperature": 1, "n": 2, "seed": 3}).json()
@@ -100,7 +100,7 @@ def test_a_chat_as_a_stream(client: TestClient, engine: ScriptedEngine) -> None:
     assert whole["choices"][0]["message"] != whole["choices"][1]["message"]
 
 
-def test_rows_of_a_chat(client: TestClient, engine: ScriptedEngine) -> None:
+def test_chat_returns_rows(client: TestClient, engine: ScriptedEngine) -> None:
     body = {"messages": TURNS, "rows": True}
     record = client.post(CHAT, json=body).json()["choices"][0]["record"]
     assert " ; ".join(record["rows"]) == text_of(engine)
@@ -115,7 +115,7 @@ CALL = [{"type": "function_call_output", "call_id": "a", "output": "b"}]
 
 
 @pytest.mark.parametrize("given", [TEXT, TURNS[:4], ITEMS, [*CALL, *ITEMS]])
-def test_a_response(client: TestClient, engine: ScriptedEngine, given: Any) -> None:
+def test_response_returns_the_answer(client: TestClient, engine: ScriptedEngine, given: Any) -> None:
     reply = client.post(RESPONSES, json={"input": given, "instructions": "be brief", "max_output_tokens": 50}).json()
     assert (reply["object"], reply["status"], reply["error"]) == ("response", "completed", None)
     (message,) = reply["output"]
@@ -127,7 +127,7 @@ def test_a_response(client: TestClient, engine: ScriptedEngine, given: Any) -> N
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
-def test_a_response_as_a_stream(client: TestClient, engine: ScriptedEngine) -> None:
+def test_streamed_response_returns_the_answer(client: TestClient, engine: ScriptedEngine) -> None:
     found = events(client.post(RESPONSES, json={"input": TEXT, "stream": True}))
     kinds = [event["type"].removeprefix("response.") for event in found]
     before, after = ["created", "in_progress", "output_item.added", "content_part.added"], ["output_text.done"]
@@ -144,7 +144,7 @@ def test_a_response_as_a_stream(client: TestClient, engine: ScriptedEngine) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_is_cut_off(
+def test_truncated_response_is_incomplete(
     client: TestClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     whole = engine.record
@@ -157,7 +157,7 @@ def test_a_response_that_is_cut_off(
     assert chat["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_stream_that_fails(client: TestClient, engine: ScriptedEngine) -> None:
+def test_failed_stream_ends_with_an_error(client: TestClient, engine: ScriptedEngine) -> None:
     engine.error = MemoryError()
     last = events(client.post(RESPONSES, json={"input": TEXT, "stream": True}))[-1]
     assert (last["type"], last["code"], last["error"]["code"]) == ("error", "out_of_memory", "out_of_memory")
@@ -197,7 +197,7 @@ HARMLESS: dict[str, Any] = {
 }
 
 
-def test_fields_that_change_nothing(client: TestClient, engine: ScriptedEngine) -> None:
+def test_fields_without_effect_are_accepted(client: TestClient, engine: ScriptedEngine) -> None:
     own = {"logprobs": False, "response_format": {"type": "text"}, "reasoning_effort": "low", "logit_bias": {}, "n": 1}
     for path, body in (
         (CHAT, {"messages": TURNS, **own}),
@@ -245,7 +245,9 @@ def test_fields_that_change_nothing(client: TestClient, engine: ScriptedEngine) 
         (RESPONSES, {"input": TEXT, "rows": True}, "rows", "rows: found an unknown field"),
     ],
 )
-def test_refusals(client: TestClient, engine: ScriptedEngine, path: str, body: Any, field: str, said: str) -> None:
+def test_invalid_requests_are_refused(
+    client: TestClient, engine: ScriptedEngine, path: str, body: Any, field: str, said: str
+) -> None:
     found = error(client.post(path, json=body), 400)
     assert found["message"].startswith(said), found["message"]
     assert found["param"] == field and found["type"] == "invalid_request_error" and not engine.requests

@@ -46,14 +46,14 @@ def test_buffers_may_be_donated_while_they_are_saved(tmp_path):
 @pytest.mark.parametrize(
     "name, words", [("\udcff", "found a path that is not UTF-8"), ("\udcc3\udca9", "PYTHONUTF8=1")]
 )
-def test_a_path_that_is_not_utf_8_and_one_that_is_not_read_so(name, words):
+def test_path_that_is_not_utf_8_or_is_misread_is_refused(name, words):
     """With PYTHONUTF8=0 Python keeps the bytes of a good name as halves of surrogate pairs."""
     with pytest.raises(UserError, match=words):
         check_place(Path("/runs") / name)
 
 
 @pytest.mark.parametrize("spelling", ["../runs/x", "away/../y/.", "./z//", "link/../w", "../runs/link/../v"])
-def test_a_directory_by_any_of_its_names(tmp_path, monkeypatch, spelling):
+def test_run_is_found_by_any_path_to_its_directory(tmp_path, monkeypatch, spelling):
     """`link/..` is the parent of the link's target, as for the system."""
     runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
     for made in (runs / "away", elsewhere / "inside"):
@@ -69,7 +69,7 @@ def test_a_directory_by_any_of_its_names(tmp_path, monkeypatch, spelling):
 
 
 @pytest.mark.parametrize("spelling", ["../runs/cache", "away/../cache", "link/../cache"])
-def test_a_cache_by_any_of_its_names(tmp_path, monkeypatch, spelling):
+def test_cache_is_found_by_any_path_to_its_directory(tmp_path, monkeypatch, spelling):
     (tmp_path / "runs" / "away").mkdir(parents=True)
     (tmp_path / "elsewhere" / "inside").mkdir(parents=True)
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere" / "inside")
@@ -80,7 +80,7 @@ def test_a_cache_by_any_of_its_names(tmp_path, monkeypatch, spelling):
 
 
 @pytest.mark.parametrize("keep, keep_every, expected", [(2, 0, [5, 4]), (1, 3, [5, 3]), (None, 0, [5, 4, 3, 2, 1])])
-def test_steps_that_are_kept(tmp_path, keep, keep_every, expected):
+def test_newest_steps_are_kept(tmp_path, keep, keep_every, expected):
     save_all(Store(tmp_path, keep=keep, keep_every=keep_every, writable=True), 1, 2, 3, 4, 5)
     assert Store(tmp_path).steps() == expected
 
@@ -100,7 +100,7 @@ def test_a_failed_save_costs_one_line_and_no_other_step(tmp_path, monkeypatch, s
 
 
 def test_writes_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch):
-    """On a full disk one write fails while others are still under way, and they make their directories anew."""
+    """On a full disk one write fails while other writes continue and create their directories again."""
     store, staging = Store(tmp_path, writable=True), tmp_path / "2.orbax-checkpoint-tmp"
     fail_with(errno.ENOSPC, monkeypatch)
     assert not store.save(2, tree(2.0), config=CONFIG, wait=True)
@@ -116,8 +116,8 @@ def test_writes_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whole_arrays_of_another_step_are_damage(tmp_path):
-    """Their files are in order; only the digests in the manifest tell."""
+def test_arrays_of_another_step_are_damage(tmp_path):
+    """The files are intact; only the digests in the manifest show the difference."""
     save_all(Store(tmp_path, keep=2, writable=True), 1, 2)
     shutil.rmtree(tmp_path / "2/params")
     shutil.copytree(tmp_path / "1/params", tmp_path / "2/params")
@@ -126,7 +126,7 @@ def test_whole_arrays_of_another_step_are_damage(tmp_path):
     assert Store(tmp_path).restore(1).items["params"]["a"][0, 0] == 1
 
 
-def test_metadata_is_of_a_step_that_is_whole(tmp_path, said):
+def test_metadata_is_read_from_an_intact_step(tmp_path, said):
     save_all(Store(tmp_path, writable=True), 1, 2, 3)
     assert Store(tmp_path).newest_metadata() == {"score": [3]}
     flip(tmp_path / "3/params")
@@ -147,7 +147,7 @@ def test_older_step_beside_its_successor_is_removed(tmp_path):
 
 
 def test_step_removed_while_its_bytes_are_counted(tmp_path, monkeypatch, capsys):
-    """As a training removes old steps: after it was found good, its folders go one after the other."""
+    """A training removes the folders of the step one after the other after it was verified."""
     save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
     scan, store = os.scandir, Store(tmp_path / "checkpoints")
     innermost = {max((folder for folder, *_ in os.walk(store.place(step))), key=len) for step in (4, 8)}
@@ -163,7 +163,7 @@ def test_step_removed_while_its_bytes_are_counted(tmp_path, monkeypatch, capsys)
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["intact", "intact"]
 
 
-def test_verify(tmp_path, capsys):
+def test_verify_reports_intact_and_damaged_steps(tmp_path, capsys):
     save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
     save_all(Store(tmp_path / "best", writable=True), 4)
     assert main(["verify", str(tmp_path)]) == 0
@@ -198,7 +198,7 @@ def test_verify_refuses_a_directory_without_a_run(tmp_path, name, found):
         main(["verify", str(tmp_path / name)])
 
 
-def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
+def test_conversion_on_a_full_disk_leaves_no_files(tmp_path, monkeypatch):
     fail_with(errno.ENOSPC, monkeypatch)
     with pytest.raises(UserError, match=r"new: cannot be written \(.*No space left on device"):
         save_params(tmp_path / "new", CONFIG, tree(1.0)["params"])
@@ -206,7 +206,7 @@ def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_tokenizer_that_cannot_be_copied_raises_one_line(tmp_path):
-    """It names the run, not the directory that the files are copied from, which may be a passing one."""
+    """The line names the run, and not the directory that the files are copied from, which may be temporary."""
     (tmp_path / "passing").mkdir()
     (tmp_path / "passing" / "tokenizer.json").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError) as caught:
@@ -215,7 +215,7 @@ def test_tokenizer_that_cannot_be_copied_raises_one_line(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["passing"]
 
 
-def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch, said):
+def test_lines_of_the_log_wait_for_space_on_the_disk(tmp_path, monkeypatch, said):
     path = tmp_path / "run/metrics.jsonl"
     with RunDirectory(tmp_path / "run") as directory:
         directory.log_metrics({"step": 1})
@@ -252,7 +252,7 @@ def finished(config, tmp_path_factory, compiled_once):
 
 
 @pytest.mark.slow
-def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_path, monkeypatch, said):
+def test_training_continues_after_failed_saves_except_the_last(config, finished, tmp_path, monkeypatch, said):
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=2)  # params and state of step 4
         assert fit(config, tmp_path / "a") == 0
@@ -272,8 +272,8 @@ def host(value):
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=on_host())
 
 
-def test_orbax_and_we_read_each_other(tmp_path):
-    """Arrays of all kinds, whole and in parts; Orbax's own defaults compress."""
+def test_checkpoints_of_orbax_and_pipejax_are_exchangeable(tmp_path):
+    """Arrays have all kinds, whole and in parts; Orbax's defaults compress."""
     rng, mesh = np.random.default_rng(0), jax.make_mesh((4, 2), ("x", "y"))
     parts = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
     wide = rng.normal(size=(8, 6)).astype(np.float32)
@@ -328,7 +328,7 @@ def test_unexpected_arrays_are_damage(tmp_path, wanted, problem):
     ],
 )
 def test_step_with_other_arrays_than_expected_is_an_error(tmp_path, change, problem):
-    """The message describes the step: the arrays that it lacks, and its additional arrays."""
+    """The message lists missing and additional arrays of the step."""
     store = Store(tmp_path, writable=True)
     save_all(store, 1)
     params = tree(1.0)["params"]
@@ -339,7 +339,7 @@ def test_step_with_other_arrays_than_expected_is_an_error(tmp_path, change, prob
 
 
 def test_abandoned_reads_log_nothing(tmp_path):
-    """All arrays are read at once; the first that is damaged ends that."""
+    """All arrays are read at the same time; the first damaged array ends the reads."""
     save_all(Store(tmp_path, writable=True), 1)
     flip(tmp_path / "1/params")
     with warnings.catch_warnings(record=True) as told:
@@ -351,7 +351,7 @@ def test_abandoned_reads_log_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said):
+def test_run_without_intact_step_starts_again(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     for step in (4, 8):
         flip(tmp_path / f"run/checkpoints/{step}/params")
@@ -375,7 +375,7 @@ def test_resume_keeps_damaged_best_step_aside(config, finished, tmp_path, said):
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_its_last_line_gets_it(config, finished, tmp_path):
+def test_last_line_is_written_after_a_kill_before_it(config, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run/metrics.jsonl"
     path.write_text(path.read_text()[:-30])  # torn

@@ -1,4 +1,4 @@
-"""`check_method` and `check_backbone` refuse each piece that breaks a rule, in one line that names the rule."""
+"""`check_method` and `check_backbone` refuse each part that breaks a rule, in one line with the rule's name."""
 
 import dataclasses
 import itertools

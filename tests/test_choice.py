@@ -1,4 +1,4 @@
-"""Sampling, limits and log-probabilities, beside Hugging Face's processors, plain NumPy and the model's own logits."""
+"""Sampling, limits and log-probabilities are compared with Hugging Face's processors, NumPy and logits."""
 
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ def generated(logits, temperature, top_k, top_p, min_p):
     ],
 )
 def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p, min_p):
-    """4,000 draws; the chance that a right distribution fails is one in ten thousand."""
+    """4,000 draws; the probability that a correct distribution fails is one in ten thousand."""
     count, vocabulary = 4_000, 300
     logits = (3 * np.random.default_rng(1).standard_normal(vocabulary)).astype(np.float32)
     options = DecodingOptions(sampling=sampling(count, temperature, top_k, top_p, min_p=min_p))
@@ -82,7 +82,7 @@ def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
 @pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5, 1.0])
 def test_min_p_keeps_the_tokens_of_transformers(temperature, top_k, top_p, min_p):
-    """Of 40 distributions; alone, and after top_k and top_p, which `generate` applies first."""
+    """40 distributions are tested with min_p alone, and after top_k and top_p, which `generate` applies first."""
     logits = (2 * np.random.default_rng(3).standard_normal((40, 200))).astype(np.float32)
     expected = np.isfinite(generated(logits, temperature, top_k, top_p, min_p).numpy())
     shifted = (logits - logits.max(axis=1, keepdims=True)) / np.float32(temperature)
@@ -97,7 +97,7 @@ BEFORE = [13, 0, 24, 29, 28, 9, 30, 29, 8, 11, 10, 43, 47, 48, 19, 47]
 
 
 def test_min_p_alone_limits_draws():
-    """Two of four tokens have half of the highest probability."""
+    """Two of four tokens have at least half of the highest probability."""
     logits = jnp.log(jnp.asarray([0.4, 0.3, 0.19, 0.11]))
     count = 400
     options = DecodingOptions(sampling=sampling(count, min_p=0.5))
@@ -107,7 +107,7 @@ def test_min_p_alone_limits_draws():
 
 
 def test_draws_without_min_p_are_unchanged_by_others_with_it():
-    """Also in one batch, and equal to the tokens that were drawn before the setting existed."""
+    """They are equal in one batch, and equal the tokens that were drawn before the setting existed."""
     rng = np.random.default_rng(6)
     logits = jnp.asarray((2 * rng.standard_normal((50, 16))).astype(np.float32))
     settings = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.6, 20, 0.6)]
@@ -130,14 +130,14 @@ def test_equal_logits_at_the_limit_stay_together():
 
 
 @pytest.mark.parametrize("share, token", [(0.0, 1), (0.249, 1), (0.26, 3), (0.999999, 600)])
-def test_a_share_finds_its_token(share, token):
-    """A token without weight is never found, with any rounding."""
+def test_share_of_the_sum_selects_its_token(share, token):
+    """A token without weight is never selected, with any rounding."""
     weights = jnp.zeros(700).at[jnp.asarray([1, 3, 600])].set(jnp.asarray([1.0, 2.0, 1.0]))
     assert choice._find(weights[:, None], jnp.asarray([share])).tolist() == [token]
     assert choice._find(weights[:, None] * 1e-30, jnp.asarray([share])).tolist() == [token]
 
 
-def test_a_draw_depends_on_seed_and_place_alone():
+def test_draw_depends_only_on_seed_and_place():
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((50, 6)), jnp.float32)[:, :1].repeat(6, axis=1)
     row, time, seed = [0, 1, 0, 0, 1, 1], [0, 0, 1, 0, 0, 0], [7, 7, 7, 7, 7, 8]
 
@@ -172,7 +172,7 @@ def generator(strategy="pipelined", params=None, **decode):
     ],
 )
 def test_log_probabilities_equal_the_models(strategy, draft):
-    """Of greedy and drawn tokens, beside one pass over the whole answer; drafts change neither tokens nor scores."""
+    """Greedy and drawn tokens are compared with one pass over the answer; drafts change neither tokens nor scores."""
     made = generator(strategy, temperature=1.5, scores=True, draft=draft, seed=3)
     records = made.decode(TEXTS)
     model, params = t5.T5(MORE_WORDS), oracle.random_params(MORE_WORDS, np.random.default_rng(4))
@@ -240,7 +240,7 @@ def test_only_tokens_of_the_source_are_written(strategy):
 
 
 def test_separator_tokens_are_always_allowed(tokenizer):
-    """The separator's tokens, and none of the letters that it is encoded between."""
+    """The tokens of the separator are allowed, but not the letters around it in its encoding."""
     made = generator("sequential", params=None)
     allowed = made.method().extra_allowed_ids(tokenizer)
     assert tokenizer.decode(allowed).strip() == made.config.data.separator.strip()
@@ -260,7 +260,7 @@ def test_separator_tokens_are_always_allowed(tokenizer):
     ],
 )
 def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
-    """The ids are those of T5's own tokenizer, 3 at the beginning of a word, 9 a letter a; but for the last ones."""
+    """The ids are from T5's tokenizer (3 at the beginning of a word, 9 a letter a), except for the last ones."""
     ids = {"a": [3, 9], f"a{separator}": begun, f"a{separator}a": whole}
     method = methods.SequentialMethod(max_length=9, separator=separator, delay=1)
     assert method.extra_allowed_ids(SimpleNamespace(encode=ids.__getitem__)) == expected

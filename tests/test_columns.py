@@ -69,8 +69,8 @@ def targets(records: Any, **settings: Any) -> list[tuple[str, ...]]:
         *[("a:b", "a:b"), (np.asarray(["a", "b"]), ("a", "b")), ('say "x"', 'say "x"')],
     ],
 )
-def test_columns_are_parted_by_commas_or_listed(given: Any, expected: Any) -> None:
-    """Names with commas are in quotes or in a list, also after a config is written and read again."""
+def test_columns_are_separated_by_commas_or_listed(given: Any, expected: Any) -> None:
+    """Names with commas are quoted or in a list, also after a config is written and read again."""
     config = Config(data=DataConfig(targets=given))
     assert config.data.targets == expected
     assert config_lib.from_json(config_lib.to_json(config), where="x") == config
@@ -127,7 +127,7 @@ def test_columns_that_contradict_other_settings_are_refused(overrides: list[str]
 # Cells.
 
 
-def test_cells_become_rows_and_blank_cells_names(tmp_path: Path) -> None:
+def test_cells_become_rows_and_blank_cells_become_names_alone(tmp_path: Path) -> None:
     expected = [
         ("vendor: Acme", "date: 2024-05-03", "amount: 12.50", "tags: red, ab"),
         ("vendor: Bo, Inc.", "date:", "amount: 7", "tags:"),
@@ -189,7 +189,7 @@ def run(request: Any, tmp_path_factory: pytest.TempPathFactory, compiled_once: N
 
 
 @pytest.mark.slow
-def test_a_table_comes_back_as_a_table(run: Path, tmp_path: Path) -> None:
+def test_table_is_decoded_into_a_table(run: Path, tmp_path: Path) -> None:
     """The table has the columns of the training data, also from Parquet; JSON lines have all other fields, too."""
     import pyarrow.parquet
 
@@ -247,7 +247,7 @@ def test_columns_with_indistinguishable_names_follow_row_order(names: str) -> No
 
 @pytest.mark.parametrize("name", ["steps", "text", "truncated", "sample", "columns"])
 def test_a_column_may_have_the_name_of_a_field_of_records(name: str, tmp_path: Path) -> None:
-    """In a table it is the column; JSON lines have both."""
+    """In a table the name is the column; JSON lines have both."""
     import pyarrow.parquet
 
     record = {"id": 1, "text": "t", "rows": [], "columns": {name: "x", "b": None}, "steps": 3, "truncated": "time_max"}
@@ -274,7 +274,7 @@ def answered(*rows: str, **data: Any) -> tuple[Any, Any]:
     return types.SimpleNamespace(config=config), {"rows": [*rows], "text": ""}
 
 
-def test_a_score_of_a_column_is_the_share_of_right_cells() -> None:
+def test_score_of_a_column_is_the_share_of_correct_cells() -> None:
     generator, first = answered("vendor: Acme", "date:", "amount: 12.5", "tags: red")
     _, second = answered("vendor: Bo", "amount: 7.0")
     examples: Any = [
@@ -303,7 +303,7 @@ def generator(**data: Any) -> Generator:
 
 @pytest.mark.parametrize("names, row_names", [(COLUMNS, NAMES), (COLUMNS[:2], ("V =", "D =")), (("a -", "b"), ())])
 def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any, monkeypatch: Any) -> None:
-    """For `response_format` of the server; each property is the trained row of its column."""
+    """`response_format` of the server uses it; each property is the trained row of its column."""
     made = generator(targets=names)
     if row_names:
         made.config = change(made.config, grid={"row_names": row_names})
@@ -319,7 +319,7 @@ def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any,
 
 @pytest.mark.slow
 def test_records_in_memory_train_as_their_table_does(tmp_path: Path, compiled_once: None) -> None:
-    """A list, or a data frame with cells as pandas reads them from the table."""
+    """The records are a list, or a data frame with cells as pandas reads them from the table."""
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     settings: dict[str, Any] = {
         "model": None,
@@ -341,7 +341,7 @@ def test_records_in_memory_train_as_their_table_does(tmp_path: Path, compiled_on
 
 
 def test_statistics_count_the_rows_of_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bad lines are left out if a flag says so."""
+    """A flag leaves bad lines out."""
     table = write(tmp_path / "a.csv", [*ROWS, ["4", "x"]])
     flags = [f"--set=data.{key}={value}" for key, value in {**TABLE, "train": str(table)}.items() if key != "task"]
     with pytest.raises(UserError, match=r"a\.csv:5: found 2 columns; expected 6"):
@@ -357,7 +357,7 @@ def test_a_name_that_is_quoted_is_one_column() -> None:
 
 
 def test_converted_model_keeps_its_columns() -> None:
-    """`to-hf` writes the columns beside the weights, and `from-hf` reads them."""
+    """`to-hf` writes the columns with the weights, and `from-hf` reads them."""
     config = generator().config
     found = config_lib.from_json(config_lib.to_json(description.kept(config)), where="x")
     assert (found.data.columns, found.grid.row_names) == (COLUMNS, NAMES)

@@ -1,4 +1,4 @@
-"""The commands for someone who mistypes, lacks something, or is in a hurry: one line that says so, in true words."""
+"""Mistyped, incomplete and interrupted commands end with one line that states the cause correctly."""
 
 import errno
 import os
@@ -99,7 +99,7 @@ def test_misspelt_argument_is_refused_and_writes_nothing(
         ("avx521", ("off", "amx", "avx512", "avx2"), "avx512"),
     ],
 )
-def test_the_nearest_word(found: object, known: tuple[str, ...], hint: str) -> None:
+def test_nearest_word_is_suggested(found: object, known: tuple[str, ...], hint: str) -> None:
     assert did_you_mean(found, known) == (f"did you mean {hint}?" if hint else "")
 
 
@@ -129,7 +129,7 @@ def test_system_without_required_modules_raises_one_line(module: str) -> None:
         ("linux", "armv7l", 2**31 - 1, {"jax"}, "Python of 32 bits"),
     ],
 )
-def test_platforms(
+def test_supported_platforms_are_accepted(
     monkeypatch: pytest.MonkeyPatch, platform: str, machine: str, bits: int, absent: set[str], line: str
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
@@ -255,7 +255,7 @@ def test_second_interrupt_reports_that_nothing_was_saved(
 def test_read_only_disk_is_named_in_the_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, reason: int
 ) -> None:
-    """Of a directory, of a file that is there, and of the target of a link."""
+    """The path is a directory, an existing file, or the target of a link."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(os, "statvfs", lambda path: type("Disk", (), {"f_flag": flags}))
     (tmp_path / "old.jsonl").touch()

@@ -145,7 +145,7 @@ def test_results_are_means_and_ratios_with_paired_intervals(scripted: None) -> N
 
 
 def test_intervals_of_times_are_paired_by_block() -> None:
-    """A machine that is slow for a while slows both entries, so the ratio has a narrow interval."""
+    """A machine that is slow for some time slows both entries, so the ratio has a narrow interval."""
     slow = [1.0, 5.0, 1.0, 9.0, 2.0]
     first = [{"seconds": 2 * x, "encoder_seconds": 0.0} for x in slow]
     second = [{"seconds": x, "encoder_seconds": 0.0} for x in slow]
@@ -184,7 +184,7 @@ def test_former_name_of_the_bootstrap_gives_the_present_function_with_a_warning(
         assert metrics.gap is bootstrap.gap
 
 
-def test_equal_scores_lie_at_the_top_of_the_chart() -> None:
+def test_equal_scores_are_at_the_top_of_the_chart() -> None:
     perfect = (100.0, 100.0, 100.0)
     chart = quality_page.chart([result("one", perfect, 0.1), result("other", perfect, 0.2)], "em_f1")
     assert re.findall(r'cy="([\d.]+)"', chart) == [f"{quality_page.TOP:.1f}"] * 2
@@ -201,14 +201,14 @@ def test_equal_scores_lie_at_the_top_of_the_chart() -> None:
         (["--entry", "run=b", "--set", "decode.beams=2"], "--set decode.beams=2"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(flags: list[str], place: str) -> None:
+def test_incompatible_flags_are_refused(flags: list[str], place: str) -> None:
     with pytest.raises(UserError) as error:
         compare_command.main(flags)
     assert error.value.place == place
 
 
-def test_memory_of_an_entry_is_that_of_its_own_programs() -> None:
-    """Entries of one run share a table of programs, with the programs of all their methods."""
+def test_memory_of_an_entry_includes_only_its_programs() -> None:
+    """Entries of one run share a table of programs, which has the programs of all their methods."""
 
     def peaks(*methods: str) -> list[int | None]:
         own = Generator(Config(model=TOY), random_params(TOY, TOY.eos_token_id), None)
@@ -221,7 +221,7 @@ def test_memory_of_an_entry_is_that_of_its_own_programs() -> None:
 
 
 def test_settings_of_data_hold_for_all_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All entries read sources of the same tokens, and divide sequential answers by the same separator."""
+    """All entries read sources of the same tokens, and split sequential answers at the same separator."""
     words, file = demo.DemoTask().tokenizer(), tmp_path / "test.jsonl"
     file.write_text(json.dumps({"source": " ".join(demo.NOUNS[:8]), "targets": [demo.NOUNS[0]]}) + "\n")
     params, seen = random_params(TOY, TOY.eos_token_id), list[tuple[int, list[str]]]()
@@ -247,7 +247,7 @@ def test_settings_of_data_hold_for_all_entries(monkeypatch: pytest.MonkeyPatch, 
 def test_each_entry_reads_sources_of_its_own_template(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rows of the first entry are the reference, which a line reports if a run has others."""
+    """The rows of the first entry are the reference; a line reports a run with other rows."""
     words, file = demo.DemoTask().tokenizer(), tmp_path / "test.jsonl"
     file.write_text(json.dumps({"text": "red maps", "title": "bread", "targets": ["a"], "labels": ["b"]}) + "\n")
     params, given = random_params(TOY, TOY.eos_token_id), list[Example]()

@@ -291,7 +291,7 @@ def test_json_may_leave_keys_out():
         (IMPORTS + "config = override(Config(), ['grid.dealy=2'])", "grid.dealy: unknown key", ""),
     ],
 )
-def test_bad_files(content, place, message, tmp_path):
+def test_invalid_config_files_are_refused(content, place, message, tmp_path):
     path = tmp_path / "bad.py"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     said = refusal(load, path)
@@ -323,7 +323,7 @@ def test_a_syntax_error_elsewhere_names_that_file(tmp_path, monkeypatch):
     assert refusal(load, tmp_path / "mine.py").startswith(f"{tmp_path / 'broken_neighbour.py'}:3: SyntaxError: ")
 
 
-def test_no_file(tmp_path):
+def test_absent_config_file_is_refused(tmp_path):
     assert refusal(load, tmp_path / "no.py") == f"{tmp_path / 'no.py'}: no such file; expected a config file"
     assert refusal(load, tmp_path) == f"{tmp_path}: found a directory; expected a config file"
     with pytest.raises(KeyboardInterrupt):  # is nobody's mistake
@@ -332,7 +332,7 @@ def test_no_file(tmp_path):
 
 
 def test_every_key_has_a_range_or_needs_none():
-    """Whole numbers are bounded below and words have choices, save names, paths and the separator."""
+    """Whole numbers have lower bounds and words have choices, except names, paths and the separator."""
     for section in (T5Config, GridConfig, DataConfig, TrainConfig, DecodeConfig, MeshConfig):
         for field in dataclasses.fields(section):
             if field.type in (int, "int"):
@@ -342,7 +342,7 @@ def test_every_key_has_a_range_or_needs_none():
                 assert field.metadata.get("choices"), field.name
 
 
-def test_as_many_names_as_rows_and_half_a_vocabulary_of_beams() -> None:
+def test_largest_numbers_of_names_and_beams_are_accepted() -> None:
     """The bounds themselves are within them."""
     named = Config(grid=GridConfig(sub_max=2, row_names=("a", "b")))
     check(named, where="here")
@@ -362,7 +362,7 @@ def test_as_many_names_as_rows_and_half_a_vocabulary_of_beams() -> None:
     "shares", [[0.8, 0.1, 0.1], (0.8, 0.1, 0.1), "0.8,0.1,0.1", "[0.8, 0.1, 0.1]", np.asarray([0.8, 0.1, 0.1])]
 )
 def test_sequence_settings_accept_any_sequence(names: Any, shares: Any, tmp_path: Path) -> None:
-    """In Python, in a dict of settings and in a config file; all are stored alike, so that the run can be resumed."""
+    """All sequences, in Python, in a dict and in a config file, are stored alike, so that the run can be resumed."""
     expected = Config(grid=GridConfig(row_names=("a:", "b:")), data=DataConfig(split="0.8,0.1,0.1"))
     assert override(Config(grid=GridConfig(row_names=names), data=DataConfig(split=shares)), {}) == expected
     assert override(Config(), {"grid.row_names": names, "data": {"split": shares}}) == expected

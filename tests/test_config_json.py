@@ -413,7 +413,7 @@ def test_feed_forward_and_layer_counts_equal_config_class(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
 def test_other_spellings_of_sizes_are_read_as_in_config_class(kind: str) -> None:
-    """A file has the general name of a size in place of T5's."""
+    """A file has the general name of a size instead of T5's name."""
     facts, spellings = whole(kind), CLASSES[kind][1].attribute_map
     read = {name: key for name, key in spellings.items() if key in ("d_model", "d_kv", "num_heads", "num_layers")}
     assert len(read) >= 3
@@ -423,7 +423,7 @@ def test_other_spellings_of_sizes_are_read_as_in_config_class(kind: str) -> None
 
 
 def test_null_is_read_as_in_config_class() -> None:
-    """No default stands in for the null of a soft cap, a scale or a token."""
+    """The null of a soft cap, a scale or a token is not replaced by a default."""
     assert {key for key, row in t5gemma.SIDE.items() if row.null not in (REFUSED, row.default)} == {
         *("attn_logit_softcapping", "final_logit_softcapping", "rope_theta"),
         *("pad_token_id", "eos_token_id", "bos_token_id"),

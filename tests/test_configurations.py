@@ -69,7 +69,7 @@ class Device:
 def test_the_fastest_configuration_is_chosen_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    """Changes that save time are kept and combined; a later process begins with the verdict."""
+    """Changes that save time are kept and combined; a later process starts with the verdict."""
     device = Device(monkeypatch, graph=-4, steps=2, kernels=-1)
     chosen, table, report = Configuration(graph=True, kernels=False), ConfigurationTable(), Report()
     assert table.find(SHORT) == DEFAULT
@@ -92,20 +92,22 @@ def test_the_fastest_configuration_is_chosen_once(
 
 
 def test_the_time_of_a_trial_counts_as_compilation(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not that of the first decode, whose result is returned."""
+    """The time of the first decode, whose result is returned, does not."""
     device, report = Device(monkeypatch, graph=5), Report(compile_seconds=100)
     ConfigurationTable().decode(SHORT, (GRAPH,), device, report)
     assert report.compile_seconds == pytest.approx(100 + (15 + configurations.ROUNDS * (10 + 15)) / 1e3)
 
 
-def test_a_small_gain_changes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_with_a_small_gain_is_not_chosen(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = ConfigurationTable()
     table.decode(SHORT, ALL, Device(monkeypatch, graph=-0.1), Report())
     assert table.find(SHORT) == DEFAULT
 
 
-def test_other_tokens_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    """The slow configuration stays. Tokens after the end of a row are not compared."""
+def test_configuration_with_other_tokens_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """The slow configuration is kept. Tokens after the end of a row are not compared."""
     device, table = Device(monkeypatch, graph=-5, steps=-5), ConfigurationTable()
     device.results = {GRAPH: decoded(7), ONE_STEP: decoded(garbage=9)}
     table.decode(SHORT, (GRAPH, ONE_STEP), device, Report())
@@ -129,7 +131,7 @@ def test_a_configuration_that_fails_in_its_trial_is_not_used(
 def test_a_chosen_configuration_that_fails_later_is_replaced(
     cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    """As when a larger cache cannot be compiled so; the verdict is removed."""
+    """For example, a larger cache cannot be compiled with it; the verdict is removed."""
     device = Device(monkeypatch, graph=-5)
     for table in (
         ConfigurationTable(),
@@ -162,7 +164,7 @@ def test_errors_of_all_configurations_reach_the_caller(cache: Path, monkeypatch:
     assert table.find(SHORT) == GRAPH
 
 
-def test_another_length_is_compared_with_the_last_verdict_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_length_is_compared_only_with_the_last_verdict(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, table = Device(monkeypatch, graph=-4, kernels=-1), ConfigurationTable()
     chosen = Configuration(graph=True, kernels=False)
     table.decode(SHORT, ALL, device, Report())
@@ -191,7 +193,7 @@ def test_every_combination_has_a_name() -> None:
     assert all(str(configuration) == name for name, configuration in CONFIGURATIONS.items())
 
 
-def test_users_flags_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_users_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert configurations.changes(steps=4, kernels=True) == ALL
     assert configurations.changes(steps=1, kernels=False) == (GRAPH,)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
@@ -235,7 +237,7 @@ def test_a_device_with_several_configurations_decodes_the_same(
     as_gpu: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Batches of two sizes, repeatedly, in all configurations, with results in place of earlier ones."""
+    """Batches of two sizes are decoded repeatedly in all configurations, with results in place of earlier ones."""
     with monkeypatch.context() as patch:
         patch.delitem(programs.ITERATION_STEPS, "cpu")
         plain = generator()
@@ -275,7 +277,7 @@ def test_results_keep_their_addresses(as_gpu: None, cache: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_large_results_are_allocated_anew(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_results_are_allocated_again(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "REUSED", 0)
     made = generator()
     made.programs.configurations.fixed = DEFAULT
@@ -284,7 +286,7 @@ def test_large_results_are_allocated_anew(as_gpu: None, cache: Path, monkeypatch
 
 @pytest.mark.slow
 def test_programs_of_other_configurations_are_freed(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs for the same shape are freed; a program that samples has only one configuration, and stays."""
+    """Only programs for the same shape are freed; a program that samples has only one configuration, and is kept."""
     made = generator()
     made.decode(SOURCES[:1], temperature=0.5)
     sampled = {*made.programs._compiled}

@@ -147,7 +147,7 @@ def test_chunks_of_one_byte_are_refused_at_once(engine: ScriptedEngine) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 64, 4000])
 def test_usual_bodies_may_come_in_chunks_of_any_size(engine: ScriptedEngine, size: int) -> None:
-    """A body of a few kilobytes in chunks of a byte, and a large one in chunks of 64."""
+    """A body of a few kilobytes arrives in chunks of a byte, and a large body in chunks of 64 bytes."""
     content = "deliver " * (300 if size < 64 else 30_000)
     body = json.dumps({"prompt": content, "truncate": True}).encode()
     with running(service(engine, body=2**20)) as port:
@@ -165,7 +165,7 @@ def test_other_framing_is_bounded_as_well(engine: ScriptedEngine, framing: str) 
         assert ask(port, post("Transfer-Encoding: chunked"), sent).status == 400
 
 
-def test_others_are_answered_while_small_chunks_come(engine: ScriptedEngine) -> None:
+def test_other_requests_are_answered_while_small_chunks_arrive(engine: ScriptedEngine) -> None:
     """For any number of clients, since a connection is read a few kilobytes at a time."""
     body, waits = chunks(b"a" * 10**6, 1), list[float]()
     with running(service(engine, body=2**20)) as port:

@@ -218,7 +218,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_strategy_that_breaks_a_rule_is_refused_by_the_first_check(case: str) -> None:
-    """Before anything is compiled for a model."""
+    """The refusal comes before any compilation for a model."""
     method, line = CASES[case]
     generator = Generator(Config(model=FEW_WORDS, method=method), {"w": np.zeros(1)}, None)
     with refused(line):
@@ -226,14 +226,14 @@ def test_strategy_that_breaks_a_rule_is_refused_by_the_first_check(case: str) ->
 
 
 def test_queries_of_all_steps_need_slots() -> None:
-    """Three rows of six tokens ask 18 times, in ten steps."""
+    """Three rows of six tokens have 18 queries in ten steps."""
     with refused("Steps.slots: found 17; expected 18 or more"):
         methods.strategy_of(broken(advance=endless, slots=17), IDS)
     assert methods.strategy_of(broken(advance=endless, slots=18), IDS)
 
 
 def test_answer_that_is_not_kept_adds_no_token() -> None:
-    """Each step asks again for the tokens of the one before, at its times."""
+    """Each step queries again for the tokens of the previous step, at its times."""
 
     def query(self: Lines, state: Any) -> Any:
         state, found = Lines.query(self, state)
@@ -250,8 +250,8 @@ def test_answer_that_is_not_kept_adds_no_token() -> None:
     assert methods.strategy_of(broken(method={"can": SCORES}, **steps), IDS)
 
 
-def test_a_number_of_all_examples_cannot_be_served() -> None:
-    """Beside others that come and go, it would stay as the batch has it."""
+def test_scalar_state_cannot_be_served() -> None:
+    """The scalar of a batch would be wrong for examples that join or leave it."""
     steps: dict[str, Any] = {
         "init": lambda self, batch, source=None: Shared(Lines.init(self, batch), jnp.int32(0)),
         "query": lambda self, state: (state, Lines.query(self, state.inner)[1]),
@@ -266,7 +266,7 @@ def test_a_number_of_all_examples_cannot_be_served() -> None:
 
 @pytest.mark.parametrize("part", ["most_queries", "start", "eos", "calls", "stop", "init"])
 def test_missing_part_is_named(part: str) -> None:
-    """As by a strategy that was written for the earlier name of `most_queries`."""
+    """A strategy with the former name of `most_queries` lacks a part."""
 
     class Old:
         reads_source = False
@@ -291,7 +291,7 @@ def test_a_training_is_refused_before_its_first_step() -> None:
 
 
 def test_wrong_shapes_are_refused_while_tracing() -> None:
-    """Of a strategy that came past a method, too."""
+    """The strategy is used without a method."""
     for strategy, line in (
         (broken(Pairs, most_queries=ROWS_ALONE), "Steps.query: live: found bool[2, 6]; expected bool[2, 3]"),
         (broken(done=lambda self, state: 0), "Steps.done: found 0; expected bool[1]"),
@@ -311,7 +311,7 @@ def test_wrong_shapes_are_refused_while_tracing() -> None:
 
 
 def test_built_in_strategies_skip_the_dry_run() -> None:
-    """Of any size: only their facts are checked."""
+    """Only their facts are checked, for any size."""
     made = methods.strategy_of(methods.PipelinedMethod(GridConfig(time_max=900, sub_max=400)), IDS)
     assert made.places == (400, 900)
 
@@ -542,8 +542,8 @@ def written(method: Uneven, params: Any, source: list[int]) -> tuple[list[list[i
 
 
 @pytest.mark.parametrize("method", [Uneven(), Pairs(), Backwards()], ids=lambda method: method.name)
-def test_methods_that_keep_all_rules_decode_as_plain_python(method: Uneven, params: Any) -> None:
-    """In batches of mixed lengths, scores included."""
+def test_valid_methods_decode_as_plain_python(method: Uneven, params: Any) -> None:
+    """Batches have mixed lengths, and scores are compared, too."""
     rng, seen = np.random.default_rng(7), set[str]()
     texts = [[*rng.integers(2, FEW_WORDS.vocab_size, rng.integers(1, 9)).tolist(), 1] for _ in range(12)]
     generator = Generator(Config(model=FEW_WORDS, method=method, decode=DecodeConfig(scores=True)), params, None)
@@ -558,13 +558,13 @@ def test_methods_that_keep_all_rules_decode_as_plain_python(method: Uneven, para
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [Uneven(), Pairs(), Backwards(), Staggered(rows=3, width=5)], ids=lambda m: m.name)
-def test_methods_that_keep_all_rules_pass(method: Any) -> None:
+def test_valid_methods_pass(method: Any) -> None:
     found = testing.check_method(method)
     assert re.fullmatch(r"\w+: \d layouts and \d+ answers agree with recomputation \(decode, stream\)", found), found
 
 
-def test_answer_that_is_not_its_recomputation_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should the loop itself be at fault."""
+def test_answer_that_differs_from_its_recomputation_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This would detect a mistake of the loop."""
 
     def decode(self: Any, given: Any, **more: Any) -> Any:
         return [record | {"steps": record["steps"] + (i == 2)} for i, record in enumerate(whole(self, given, **more))]
@@ -733,7 +733,7 @@ def test_step_that_training_does_not_take_raises_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_backbones_that_keep_all_rules_pass() -> None:
+def test_valid_backbones_pass() -> None:
     for config in (testing.TOY, dataclasses.replace(testing.TOY, feed_forward="gated-gelu", tied_head=False)):
         found = testing.check_backbone(config)
         assert re.fullmatch(r"T5Config: \d+ parameters, and \d answers agree with recomputation", found)

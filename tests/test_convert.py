@@ -131,7 +131,7 @@ def test_written_model_equals_the_model_that_was_read(kind: str, models: Models,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_paths_and_orientation(models: Models) -> None:
+def test_tensors_have_the_right_paths_and_orientation(models: Models) -> None:
     model, directory = models["byt5"]
     params = flatten_dict(huggingface.read_hf(directory)[1], sep="/")
     _, cross, dense = model.decoder.block[0].layer
@@ -171,8 +171,8 @@ def test_head_and_scale_equal_transformers(model_type: str, head: str, tmp_path:
         assert config.scale_head == (not torch.equal(logits(theirs), given)), (tied, scaled)
 
 
-def test_old_config_of_the_hub(models: Models, tmp_path: Path) -> None:
-    """As of google-t5/t5-small: without feed_forward_proj, with keys that mean nothing any more."""
+def test_old_config_of_the_hub_is_read(models: Models, tmp_path: Path) -> None:
+    """The config of google-t5/t5-small has no feed_forward_proj, and has keys without a meaning."""
     directory = models["t5"][1]
     old = {
         "architectures": ["T5WithLMHeadModel"],
@@ -192,7 +192,7 @@ def test_old_config_of_the_hub(models: Models, tmp_path: Path) -> None:
     assert config == expected and equal(params, same)
 
 
-def test_special_ids_and_generation(source: Path, tmp_path: Path) -> None:
+def test_special_ids_and_generation_settings_are_converted(source: Path, tmp_path: Path) -> None:
     edit_config(source, pad_token_id=4, eos_token_id=[2], decoder_start_token_id=...)
     (source / "generation_config.json").write_text('{"decoder_start_token_id": 3}')
     config, params = huggingface.read_hf(source)
@@ -239,7 +239,7 @@ def test_half_precision_becomes_float32(dtype: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("encoder",), ("decoder",), ("shared", "encoder", "decoder")])
-def test_embedding_aliases(names: tuple[str, ...], source: Path) -> None:
+def test_aliases_of_the_embedding_are_read(names: tuple[str, ...], source: Path) -> None:
     expected = huggingface.read_hf(source)
 
     def rename(tensors: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ WRAPPED: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
-def test_names_with_a_wrapper(wrapper: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrapper_prefixes_of_names_are_read(wrapper: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = huggingface.read_hf(source)
     assert "wrapper" not in capsys.readouterr().err
     renamed = {WRAPPED[wrapper](name): array for name, array in tensors_of(source).items()}
@@ -290,7 +290,7 @@ def test_names_with_a_wrapper(wrapper: str, source: Path, capsys: pytest.Capture
 # Whole conversions.
 
 
-def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_trip_keeps_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = new_model(**(KINDS["byt5"] | {"vocab_size": 384}))
     directory, ours, theirs = save(model, tmp_path / "byt5-tiny"), tmp_path / "ours", tmp_path / "theirs"
     transformers.ByT5Tokenizer().save_pretrained(directory)  # the one that needs no vocabulary; 384 ids
@@ -319,7 +319,7 @@ def command(*argv: object) -> int:
     return int(caught.value.code or 0)
 
 
-def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_convert_in_both_directions(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs, new = tmp_path / "ours", tmp_path / "theirs", tmp_path / "new"
     assert command("from-hf", source, ours) == 0
     assert command("to-hf", ours, theirs) == 0

@@ -1,4 +1,4 @@
-"""What conversion refuses: each in one line that names file and tensor or key, and nothing is written."""
+"""Conversion refuses input in one line that names file and tensor or key, and writes nothing."""
 
 import json
 import tempfile

@@ -131,7 +131,9 @@ def place_of(directory: Path, name: str = "name") -> Path:
     return converted._place(Path("cache"), name, str(directory))
 
 
-def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_depends_on_files_name_and_version(
+    there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = place_of(there)
     assert place_of(there, "other").name == before.name.replace("name", "other")
     shutil.copytree(there, tmp_path / "copy")
@@ -150,8 +152,8 @@ def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monk
     assert len(digests) == 4
 
 
-def test_a_blob_of_the_hub_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only within the hub's cache: other directories may have similar links."""
+def test_blob_of_the_hub_is_identified_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds only within the hub's cache, since other directories may have similar links."""
     blob = tmp_path / "hub/models--a--b/blobs" / ("5" * 64)
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"content")
@@ -163,7 +165,7 @@ def test_a_blob_of_the_hub_is_known_by_its_name(tmp_path: Path, monkeypatch: pyt
     assert converted._digest_of_content(short) == other
 
 
-def test_a_name_of_the_hub(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_the_hub_is_opened_by_name(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here, asked = list[Path](), list[str]()
 
@@ -208,7 +210,7 @@ def test_absent_run_is_not_looked_up_on_the_hub(there: Path, tmp_path: Path) -> 
 
 
 def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard in the index is absent: it is downloaded, and the directory is not reported as damaged."""
+    """A missing shard of the index is downloaded, and the directory is not reported as damaged."""
     part = there.parent / "part"
     shutil.copytree(there, part)
     (part / "model.safetensors").unlink()
@@ -235,7 +237,7 @@ def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.Mo
 def test_base_of_an_adapter_is_downloaded_at_most_once(
     there: Path, monkeypatch: pytest.MonkeyPatch, of_hub: bool
 ) -> None:
-    """Not at all if what was downloaded last is converted; and once if it is another by now."""
+    """It is not downloaded if the last download is converted, and once if the hub has a newer one."""
     base = adapter(there).parent
     (there / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     at, asked = {"some/base": base, "some/adapter": there}, list[str]()
@@ -257,7 +259,7 @@ def test_base_of_an_adapter_is_downloaded_at_most_once(
 
 
 def test_conversion_has_the_name_of_the_link(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the link's own name, as a cache and a server name it; by the target's only where the system goes there."""
+    """The link's name is used, as in caches and servers; the target's name only if the system resolves the link."""
     (tmp_path / "latest").symlink_to(there)
     (there / "in").mkdir()
     (tmp_path / "deep").symlink_to(there / "in")

@@ -64,7 +64,7 @@ def test_runs_are_overlaid_with_names_and_a_chart_for_each_metric(tmp_path: Path
     assert "Curves of 2 runs" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_missing_values_and_torn_lines_leave_gaps(tmp_path: Path) -> None:
+def test_missing_values_and_incomplete_lines_leave_gaps_in_curves(tmp_path: Path) -> None:
     run = write(tmp_path / "one", *trained(4.0, None, float("nan"), 1.0), line("left_out", 30, loss="nan"))
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
         file.write('{"event": "train", "step": 50, "lo')
@@ -72,7 +72,7 @@ def test_missing_values_and_torn_lines_leave_gaps(tmp_path: Path) -> None:
     assert len(loss) == 2 and len(rate) == 4
 
 
-def test_a_run_without_evaluations_of_one_step_and_of_many(tmp_path: Path) -> None:
+def test_curves_of_runs_with_no_one_and_many_evaluations(tmp_path: Path) -> None:
     one = write(tmp_path / "one", *trained(2.5))
     assert "<circle" in curves.page(one) and "Score" not in curves.page(one)
     none = write(tmp_path / "none", line("left_out", 1, loss="nan", grad_norm="nan", ids=[]))
@@ -109,7 +109,7 @@ def test_picture_command_draws_runs_and_records(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_about_notebooks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its blocks, one after the other, as the cells of a notebook."""
+    """All its blocks run one after the other, like the cells of a notebook."""
     shown: list[str] = []
     display = SimpleNamespace(IFrame=lambda path, width, height: shown.append(path))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))

@@ -159,8 +159,8 @@ def test_pipelined_equals_algorithm_1(setting):
 
 
 @pytest.mark.slow
-def test_the_random_models_run_into_every_case():
-    """Else the test above would prove little: what its first models do, by the oracle alone."""
+def test_random_models_cover_every_case():
+    """Otherwise the test above would prove little; the cases are counted for the first models by the oracle alone."""
     truncated, empty_first, uneven, gaps, rows = set(), 0, 0, 0, 0
     for config, delay, time_max, sub_max, literal, batch in SETTINGS:
         for seed in range(12):
@@ -220,7 +220,7 @@ def test_batches_with_pauses_equal_algorithm_1(delay, time_max, sub_max):
     ],
 )
 def test_rows_that_repeat_end_an_answer_as_in_plain_lists(delay, time_max, sub_max, literal):
-    """In batches whose examples run in circles at other times than their neighbours, and on a grid of one row."""
+    """Batches have examples that repeat rows at different times; a grid has one row."""
     limits = {"delay": delay, "time_max": time_max, "sub_max": sub_max}
     strategy, plain = (Scripted(**limits, literal=literal, unique=unique) for unique in (True, False))
     earlier = later = 0
@@ -246,7 +246,7 @@ def test_rows_that_repeat_end_an_answer_as_in_plain_lists(delay, time_max, sub_m
 
 
 def test_rows_are_compared_only_if_they_must_be_unique():
-    """Neither by a strategy that is asked for nothing nor literally, where nothing would come of it."""
+    """Strategies without the setting, and the literal stop, in which it has no effect, compare no rows."""
 
     def program(strategy):
         state = strategy.init(2)

@@ -29,7 +29,7 @@ from pipejax.config import DataConfig
 from pipejax.data import make_task
 
 
-def test_the_first_note() -> None:
+def test_first_note_is_unchanged() -> None:
     first = examples("dev")[0]
     assert first.source == (
         "deliver old white lamps . deliver tiny blue candles . the driver rested behind the garden . "
@@ -38,7 +38,7 @@ def test_the_first_note() -> None:
     assert first.targets == ("old white lamps", "tiny blue candles", "small fine honey", "new green shoes")
 
 
-def test_the_first_long_note() -> None:
+def test_first_long_note_is_unchanged() -> None:
     first = make_task(DataConfig(task="demo_long")).examples("dev")[0]
     assert first.source == (
         "deliver the supper basket . deliver the winter basket . deliver the birthday basket . "
@@ -123,7 +123,7 @@ def test_an_example_depends_on_nothing_but_split_index_and_seed() -> None:
         examples("test")[512]
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="train, dev, test; got 'valid'"):
         examples("valid")
     with pytest.raises(ValueError, match="seed: expected at least 0; got -1"):
@@ -131,7 +131,7 @@ def test_wrong_arguments() -> None:
 
 
 @pytest.mark.parametrize("long, words", [(False, WORDS), (True, LONG_WORDS)])
-def test_the_tokenizer(long: bool, words: tuple[str, ...]) -> None:
+def test_tokenizer_has_the_words_of_the_task(long: bool, words: tuple[str, ...]) -> None:
     tokenizer = demo.DemoTask(long=long).tokenizer()
     assert tokenizer.size == 4 + len(set(words)) == 4 + len(words)
     assert tokenizer.encode(";") == [3]

@@ -1,4 +1,4 @@
-"""Devices: each decodes by itself with weights from any mesh, and casts one layer at a time."""
+"""Devices: each decodes separately with weights from any mesh, and casts one layer at a time."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ def alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, fsdp=2, tensor=2)], ids=["one device", "mesh"])
 def test_records_are_the_same_on_every_mesh(mesh, alone):
-    """Eight devices decode two sources each and more; nothing crosses from one to another."""
+    """Eight devices decode two or more sources each, without communication."""
     params = PARAMS
     if mesh:
         made = sharding.make_mesh(**vars(mesh))
@@ -55,7 +55,7 @@ def test_records_are_the_same_on_every_mesh(mesh, alone):
 
 
 def test_new_weights_compile_nothing(alone):
-    """As at every evaluation of a training."""
+    """Each evaluation of a training has new weights."""
     found = alone.decode(SOURCES[:2])
     before = dict(alone.programs._compiled)
     other = oracle.random_params(MODEL, np.random.default_rng(1))
@@ -66,7 +66,7 @@ def test_new_weights_compile_nothing(alone):
 
 
 def test_no_device_holds_two_layers_in_float32():
-    """Of restored weights a layer at a time comes to the device and leaves it in the compute dtype."""
+    """Restored weights are put on the device layer by layer, and are in the compute dtype afterwards."""
     config = dataclasses.replace(MODEL, num_layers=3, num_decoder_layers=3, tied_head=False)
     params = jax.tree.map(lambda x: np.asarray(x, np.float32), oracle.random_params(config, np.random.default_rng(0)))
     before, sent, made = {id(x) for x in jax.live_arrays()}, [], []
@@ -91,8 +91,8 @@ def test_no_device_holds_two_layers_in_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Pipelined(1, 2000, 1), Sequential(2000)])
-def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
-    """Bounds may be generous: sizes of the cache double up to the bound, and each compiles when it is reached."""
+def test_answer_compiles_only_the_cache_sizes_that_it_reaches(strategy, alone):
+    """Bounds may be wide: sizes of the cache double up to the bound, and each compiles when it is reached."""
     sizes = programs.schedule(strategy, 1)
     assert sizes.slots[-1] >= strategy.slots and all(b <= 2.8 * a for a, b in itertools.pairwise(sizes.slots))
     fresh, report = programs.Programs(MODEL, jnp.dtype("float32"), devices=jax.local_devices()[:1]), Report()
@@ -108,7 +108,7 @@ def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
 
 
 def test_reports_of_processes_add_up():
-    """As they go from one to the other: in JSON. They ran at the same time, so the slowest one's seconds count."""
+    """They are exchanged as JSON. The processes ran at the same time, so the seconds of the slowest count."""
     parts = [Report(examples=3, seconds=2.0, steps=9, other_steps=20), Report(examples=2, seconds=5.0, steps=4)]
     parts[0].truncated.update(["sub_max", "sub_max", "time_max"])
     parts[1].truncated.update(["sub_max"])
@@ -120,7 +120,7 @@ def test_reports_of_processes_add_up():
 
 
 def test_device_holds_weights_once():
-    """Whatever number of devices decodes: a last chunk may be too small for all of them."""
+    """The number of decoding devices has no effect: the last chunk may be too small for all of them."""
     spread = programs.Programs(MODEL, jnp.dtype("float32"), devices=jax.local_devices()[:3])
     spread.set_params(PARAMS)
     places = [
@@ -138,7 +138,7 @@ def test_device_holds_weights_once():
 
 @pytest.mark.parametrize("dtype, precise", [("float32", True), ("bfloat16", False)])
 def test_float32_is_not_rounded_in_products(dtype, precise):
-    """A GPU's default is TF32. The programs are this machine's, but say what they ask of any."""
+    """The default of a GPU is TF32. The programs are compiled for this machine, but contain the requested precision."""
     generator = Generator(dataclasses.replace(CONFIG, decode=DecodeConfig(max_length=12, dtype=dtype)), PARAMS, None)
     generator.decode(SOURCES[:1])
     assert len(generator.programs._compiled) == 2

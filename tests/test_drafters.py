@@ -104,7 +104,7 @@ def test_a_drafter_reads_parameters_and_outputs_of_the_encoder() -> None:
 
 @pytest.mark.slow
 def test_new_weights_keep_the_parameters_of_the_drafter() -> None:
-    """As evaluations in a training do, which free the weights between them."""
+    """Evaluations in a training change the weights, and free them in between."""
     drafting, given = opened(Ranked(), draft=f"{NAME}:Ranked", draft_checkpoint="given"), [[5, 9, 4, 1], [7, 2, 11, 1]]
     before = drafting.decode(given)
     drafting.programs.forget_params()
@@ -135,8 +135,8 @@ class Whole(Ranked):
 
 
 @pytest.mark.slow
-def test_what_a_drafter_reads_has_the_length_of_the_memory() -> None:
-    """Sources of 40 and 60 tokens are padded to other lengths, and their memories to the same one."""
+def test_input_of_a_drafter_has_the_length_of_the_memory() -> None:
+    """Sources of 40 and 60 tokens are padded to other lengths, and their memories to the same length."""
     drafting, plain = opened(Whole(), draft=f"{__name__}:Whole", draft_checkpoint="given"), opened(None)
     rng = np.random.default_rng(5)
     given = [[*rng.integers(2, 12, length).tolist(), 1] for length in (40, 60, 100)]
@@ -148,7 +148,7 @@ def test_what_a_drafter_reads_has_the_length_of_the_memory() -> None:
 
 @pytest.mark.slow
 def test_a_drafter_that_reads_the_encoder_is_warmed_up() -> None:
-    """At a length that is less than the length of its memory."""
+    """The warm-up has a length below the length of its memory."""
     drafting = opened(Ranked(), draft=f"{NAME}:Ranked", draft_checkpoint="given")
     drafting.warm_up([40], batch_sizes=(1,))
     compiled = len(drafting.programs._compiled)
@@ -200,12 +200,12 @@ def check_hidden(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", [XLA, pytest.param(Backend(), marks=pytest.mark.slow)], ids=["XLA", "layers"])
-def test_outputs_of_the_decoder_gave_the_newest_tokens(backend: Any) -> None:
+def test_decoder_outputs_of_a_drafter_belong_to_the_newest_tokens(backend: Any) -> None:
     check_hidden(backend)
 
 
 @pytest.mark.slow
-def test_outputs_of_the_decoder_in_the_kernel_gave_the_newest_tokens(kernel: cpu_kernel.Level) -> None:
+def test_decoder_outputs_of_the_kernel_belong_to_the_newest_tokens(kernel: cpu_kernel.Level) -> None:
     check_hidden(OwnKernel("auto", kernel))
 
 
@@ -215,7 +215,7 @@ def test_outputs_of_the_decoder_in_the_kernel_gave_the_newest_tokens(kernel: cpu
     [pytest.param(Ranked(), marks=pytest.mark.long, id="init"), pytest.param(RankedOnce(), id="read")],
 )
 def test_check_drafter_accepts_drafters_with_parameters(drafter: Any) -> None:
-    """Offline, in batches, and in a batch whose sources come and go."""
+    """It decodes offline, in batches, and in a running batch with changing sources."""
     line = check_drafter(drafter, parameters={"vector": jnp.asarray(vector(16))}, sources=4)
     assert re.fullmatch(rf"{type(drafter).__name__}: \d+ answers do not change; \d+ calls for \d+ steps", line)
 
@@ -232,7 +232,7 @@ class Wild(Jacobi):
 
 
 @pytest.mark.slow
-def test_numbers_that_are_no_tokens_change_no_answer() -> None:
+def test_drafts_outside_the_vocabulary_change_no_answer() -> None:
     check_drafter(Wild(), sources=4)
 
 
@@ -330,7 +330,7 @@ def test_a_named_drafter_reads_its_checkpoint(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Ranked", "RankedOnce"])
 def test_a_named_drafter_is_opened_with_a_checkpoint(run: Path, kind: str) -> None:
-    """Its parameters are read; records and streams equal those without drafts, and are shorter by some calls."""
+    """Its parameters are read; records and streams equal those without drafts, and take fewer calls."""
     named = {"decode.draft": f"{NAME}:{kind}", "decode.draft_checkpoint": str(run.parent)}
     plain, drafting = pipejax.load(run), pipejax.load(run, overrides=named)
     rng = np.random.default_rng(8)
@@ -397,7 +397,7 @@ def named(run: Path) -> Path:
 
 
 def test_opening_a_run_does_not_import_the_drafter_that_it_names(named: Path) -> None:
-    """Its module must be imported by the caller, or be named by the caller."""
+    """The caller must import its module or name it."""
     with refuses("decode.draft", found="user_drafter:AsSource", expected="--set decode.draft=user_drafter:AsSource"):
         pipejax.load(named)
     assert "user_drafter" not in sys.modules
@@ -423,7 +423,7 @@ def test_a_program_names_the_drafter_of_a_run_to_import_it(named: Path) -> None:
 
 @pytest.mark.slow
 def test_drafters_of_the_page_are_opened_by_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are saved as files, as the page says, and change no answer."""
+    """They are saved as files, as on the page, and change no answer."""
     page = (ROOT / "docs" / "drafting.md").read_text()
     codes = re.findall(r"^```python\n(import dataclasses\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(run.parent)
@@ -443,7 +443,7 @@ def test_drafters_of_the_page_are_opened_by_name(run: Path, monkeypatch: pytest.
         monkeypatch.delitem(sys.modules, module)
 
 
-def test_query_counts_have_their_former_name() -> None:
+def test_former_name_of_query_counts_works() -> None:
     setting = Setting(Pipelined(delay=1, time_max=4, sub_max=2), 3, (2, 5))
     with pytest.warns(DeprecationWarning, match=r"Setting\.queries is now query_counts"):
         assert setting.queries == (2, 5)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Drafted decoding writes what greedy decoding writes, in the calls that the wavefront rule says."""
+"""Drafted decoding writes the tokens of greedy decoding, in the calls of the wavefront rule."""
 
 import dataclasses
 import itertools
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 @pytest.mark.long
 def test_batches_of_drafts_compile_with_the_flags_of_users():
-    """The suite's flags for XLA hide what LLVM makes of a program: on AVX-512 one like this ended the process."""
+    """The flags for XLA in this suite hide a crash of LLVM on AVX-512 with a similar program."""
     program = """
 import jax
 import numpy as np
@@ -145,8 +145,8 @@ def test_calls_and_accepted_tokens_equal_the_wavefront(delay, time_max, sub_max,
     assert in_vain > 4 or sub_max == 1 or delay == 0  # there all rows begin
 
 
-def test_time_runs_on_after_the_last_row_that_fits_into_it():
-    """By hand: rows start at 0 and 4 and end at 2 and 6; the third would start at 8, and time ends at 7."""
+def test_time_continues_after_the_last_row_that_fits():
+    """By hand: rows start at 0 and 4 and end at 2 and 6; the third row would start at 8, and time ends at 7."""
     inner, answer = Pipelined(delay=4, time_max=7, sub_max=4), [[2], [3]]
     table = [[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, [], []]]
     found = scripted.decode(
@@ -260,8 +260,8 @@ def marks(setting, drafter):
     ],
     ids=["cached", "float32", "bfloat16", "int8"],
 )
-def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
-    """Of three tokens at hand, each right in 30 or 12 of 100 cases; by hand, with (1 + right) / (reading + columns)."""
+def test_calls_that_read_longer_draft_more(numbers, dtype, drafted):
+    """Three tokens are each correct in 30 or 12 of 100 cases; expected by hand: (1 + correct) / (reading + columns)."""
     weights = np.broadcast_to(np.zeros((), dtype), numbers)
     none = jnp.zeros((1, 1), jnp.int32)
     narrow = next(level for level in cpu_kernel.LEVELS if level.name == "vnni")
@@ -324,7 +324,7 @@ def resembling(params, rng, noise):
     ],
 )
 def test_a_t5_drafts_for_itself(delay, time_max, sub_max, literal):
-    """It is always right, so calls are those of the wavefront with perfect guesses, in batches as well."""
+    """Its drafts are always correct, so calls equal the wavefront with perfect guesses, also in batches."""
     most, batch = 4, 3
     drafted = with_drafts(strategy_of(delay, time_max, sub_max, literal), Drafts(FromModel(least=0.0), most))
     program = compiled(TINY, drafted, Sizes.fit(drafted, batch), small=TINY)
@@ -360,7 +360,7 @@ def test_beams_with_a_draft_are_refused():
 
 
 def test_t5s_that_cannot_draft_are_refused(tmp_path):
-    """In one line, before anything is compiled."""
+    """The refusal is one line, before any compilation."""
     config = Config(model=MODEL, grid=GridConfig(delay=2), train=TrainConfig(method="pipelined"))
     params = oracle.random_params(MODEL, np.random.default_rng(5))
 
@@ -400,7 +400,7 @@ def test_names_of_drafters_are_checked():
 
 
 def test_the_drafter_of_the_page():
-    """It stands in few lines, and does what the page says: of rows that begin alike it saves calls."""
+    """It has a few lines, and saves calls for rows with equal beginnings, as on the page."""
     page = (Path(__file__).parents[1] / "docs" / "drafting.md").read_text()
     code = re.search(r"^```python\n(import dataclasses\n.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
@@ -427,7 +427,7 @@ def test_the_drafter_of_the_page():
     ],
 )
 def test_records_equal_records_without_drafts(strategy, draft, rows, tmp_path):
-    """In the product's own sizes, from sources of many lengths, on several devices; compiled ahead, too."""
+    """Sizes are the usual ones, sources have many lengths, on several devices; programs are compiled ahead, too."""
     config = Config(
         model=MODEL,
         grid=GridConfig(delay=2, time_max=30 if rows == 7 else 12, sub_max=rows),
@@ -464,7 +464,7 @@ def test_records_equal_records_without_drafts(strategy, draft, rows, tmp_path):
     "strategy", [pytest.param("pipelined", marks=pytest.mark.slow), pytest.param("sequential", marks=pytest.mark.long)]
 )
 def test_records_hold_the_trace(strategy, tokenizer, tmp_path, monkeypatch):
-    """It adds up to the answer, and the page can be drawn of it, even if tokens are no text."""
+    """The trace adds up to the answer, and the page can be drawn from it, even if tokens are no text."""
     config = Config(
         model=MODEL,
         grid=GridConfig(delay=2, time_max=20, sub_max=5),
@@ -512,7 +512,7 @@ def test_records_hold_the_trace(strategy, tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_trace_numbers_rows_as_the_record_does(monkeypatch):
-    """With the literal stop a row without a token may stand before others; the record has none of it."""
+    """With the literal stop a row without a token may precede other rows; the record does not contain it."""
     config = Config(
         model=TINY,
         grid=GridConfig(time_max=16, sub_max=6, stop="literal"),
@@ -560,7 +560,7 @@ def test_source_ids_are_padded_to_the_memory_for_drafters_only(is_drafted):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_rejected_queries_are_hidden_from_later_queries(apart: bool) -> None:
-    """Beside plain lists: the slots of rejected queries get the row NOWHERE, and nothing else changes."""
+    """Compared with plain lists: slots of rejected queries get the row NOWHERE, and nothing else changes."""
     rng = np.random.default_rng(5)
     for _ in range(20):
         live, start = rng.random((3, 4)) < 0.6, rng.integers(0, 9, 3 if apart else 1)
@@ -599,7 +599,7 @@ def test_draft_lengths_generate_the_most_tokens_for_the_cost() -> None:
 
 
 def test_odds_are_the_decayed_rates_after_two_tokens_of_prior_knowledge() -> None:
-    """By hand, for three rows of two degrees of trust; the third row's newest token did not count."""
+    """By hand, for three rows with two degrees of trust; the newest token of the third row does not count."""
 
     @jax.jit
     def odds() -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Dropout's masks: how often, how independently, and the same ones in the backward pass."""
+"""Dropout's masks: their rate, their independence, and equal masks in the backward pass."""
 
 import flax.linen as nn
 import jax
@@ -58,8 +58,8 @@ def test_masks_of_two_seeds_rows_and_places_are_independent():
     assert independent(*diagonal)
 
 
-def test_runs_are_as_long_as_chance_has_them():
-    """Pairs, triples and quadruples of neighbours: a weak hash shows there first."""
+def test_runs_of_dropped_places_have_the_expected_lengths():
+    """Pairs, triples and quadruples of neighbours are counted, in which a weak hash shows first."""
     flat = masks(4, (256, 1024), 0.5).astype(np.int64)
     for width in (2, 3, 4):
         for axis in (1, 2):
@@ -94,7 +94,7 @@ def test_nothing_is_dropped_without_a_rate_or_in_decoding():
 
 
 def test_bits_match_definition():
-    """In plain Python, for an array of any axes."""
+    """The definition is in plain Python, for an array of any axes."""
 
     def mixed(x):
         for shift, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -135,7 +135,7 @@ def test_dropout_is_independent_across_shared_hashes_and_heads():
 
 
 def test_masks_follow_examples_into_packed_rows_and_parts():
-    """An example has the same bits alone in its row, packed with others at an odd slot, padded, or in another part."""
+    """An example has the same bits alone, packed with others at an odd slot, padded, or in another part."""
     sizes, length, seed = {4: 5, 0: 9, 7: 3, 2: 6}, 6, jnp.asarray([3, 1], jnp.uint32)
 
     def drawn(numbers, example, *, over_sources):
@@ -252,7 +252,7 @@ def test_flax_dropout_masks_ignore_remat_and_differ_between_parts(tokenizer):
 
 @pytest.mark.slow
 def test_training_has_the_same_losses_on_every_mesh_with_every_remat_packed_and_accumulated(tokenizer):
-    """Whole steps, with updates between them."""
+    """Whole steps, with their updates, are compared."""
     config = change(
         STEP,
         train={"dropout": 0.3, "batch_size": 8, "length_group": 1, "pack": 1, "shapes": 1},

@@ -96,7 +96,7 @@ def test_step_is_synced_before_commit_and_before_removal_of_older_steps(tmp_path
     assert ("sync", str(tmp_path)) in disk.events  # the name checkpoints/
 
 
-def test_conversions_and_outputs_are_on_the_disk(tmp_path, monkeypatch):
+def test_conversions_and_outputs_are_synced(tmp_path, monkeypatch):
     sizes = {"vocab_size": 8, "d_model": 4, "d_kv": 2, "d_ff": 4, "num_heads": 2}
     model = config_lib.T5Config(**sizes, num_layers=1, num_decoder_layers=1)
     (tmp_path / "tokenizer").mkdir()
@@ -124,7 +124,7 @@ MISREAD = ["a[b]", "a*", "a?", "a\\b", "a\\", "gs:/x", "gs:", os.fsdecode(b"\xff
 
 
 @pytest.mark.parametrize("name", MISREAD)
-def test_places_that_orbax_takes_for_others_are_refused(tmp_path, name):
+def test_paths_that_orbax_interprets_differently_are_refused(tmp_path, name):
     place = tmp_path / name
     for use in (
         lambda: RunDirectory(place / "run"),
@@ -144,7 +144,7 @@ def test_places_that_orbax_takes_for_others_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a b", "ü", "s3:x", "a%20b", "a#b", "{a}", "$HOME", "~", "a\nb"])
-def test_other_places_serve(tmp_path, name):
+def test_unusual_directory_names_are_supported(tmp_path, name):
     save(tmp_path / name / "checkpoints", 4)
     assert newest_of(tmp_path / name).items["params"]["a"][0, 0] == 4
 
@@ -222,7 +222,7 @@ def test_errors_about_content_are_damage(tmp_path, spoil, says):
 
 
 def test_files_without_read_permission_are_not_damaged(tmp_path, monkeypatch):
-    """Whatever TensorStore says of it; a file that is denied is imitated, as nothing is denied to root."""
+    """TensorStore's message has no effect; the denial is simulated, as root may read everything."""
     save(tmp_path / "checkpoints", 4)
     flip(tmp_path / "checkpoints/4/params")
     store, opened = Store(tmp_path / "checkpoints"), Path.open
@@ -252,7 +252,7 @@ def test_restore_and_verify_agree(tmp_path, name, good, how):
 
 
 def test_a_step_without_digests_opens(tmp_path, monkeypatch):
-    """As older versions saved them. Nothing is read by Orbax's own files, so that those need not be right."""
+    """Earlier versions saved such steps. Orbax's own files are not read, so they need not be intact."""
     monkeypatch.setattr("pipejax.checkpoint.store.metadata_digests", lambda item: {})
     save(tmp_path, 4)
     assert Store(tmp_path).restore(4).items["params"]["a"][0, 0] == 4
@@ -276,7 +276,7 @@ def replacing(monkeypatch, directory, *, times):
     monkeypatch.setattr(arrays_lib, "read_item", read)
 
 
-def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsys, said):
+def test_readers_retry_if_a_step_is_replaced(tmp_path, monkeypatch, capsys, said):
     save(tmp_path / "checkpoints", 4, keep=1)
     with monkeypatch.context() as patch:
         replacing(patch, tmp_path / "checkpoints", times=2)
@@ -294,7 +294,7 @@ def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsy
 # Failed saves, and their leftovers.
 
 
-def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch, said):
+def test_failed_save_blocks_nothing(tmp_path, monkeypatch, said):
     threads = set(threading.enumerate())
     store = Store(tmp_path, writable=True)
     with monkeypatch.context() as patch:
@@ -359,7 +359,7 @@ def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["6"]
 
 
-def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch, said):
+def test_errors_of_older_steps_do_not_fail_a_save(tmp_path, monkeypatch, said):
     writable = Store(tmp_path, keep=1, writable=True)
     save_all(writable, 1)
     store = Store(tmp_path, keep=1, writable=True)
@@ -376,8 +376,8 @@ def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch,
     assert Store(tmp_path).steps() == [2, 1]
 
 
-def test_remains_of_a_removed_step_do_not_disturb(tmp_path, monkeypatch, said):
-    """Its name is free: nothing is said of a path that is gone, and the next one of that number can go, too."""
+def test_remains_of_a_removed_step_have_no_effect(tmp_path, monkeypatch, said):
+    """Its name is free: missing paths cause no messages, and the next step of this number can be removed, too."""
     with monkeypatch.context() as patch:
         refuse(patch, (os, "rmdir"), errno.ENOTEMPTY, lambda path, **_: ".gone-" in str(path))
         for _ in range(2):
@@ -386,8 +386,8 @@ def test_remains_of_a_removed_step_do_not_disturb(tmp_path, monkeypatch, said):
     assert said == []
 
 
-def test_a_step_that_was_about_to_be_replaced_is_read(tmp_path):
-    """Killed between two renames: nobody has tidied up, and no other step is there."""
+def test_step_killed_between_two_renames_is_read(tmp_path):
+    """No cleanup has happened, and there is no other step."""
     save(tmp_path / "checkpoints", 4)
     (tmp_path / "checkpoints/4").rename(tmp_path / "checkpoints/.replaced-4")
     found = Store(tmp_path / "checkpoints").newest(None)
@@ -410,7 +410,7 @@ def test_a_tokenizer_that_cannot_be_read_costs_a_save(tmp_path, monkeypatch, sai
     assert store.describe(2).metadata["tokenizer"].keys() == {"tokenizer.json"}
 
 
-def test_verify_looks_at_the_tokenizer(tmp_path, capsys):
+def test_verify_checks_the_tokenizer(tmp_path, capsys):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/spiece.model").write_text("words")
     save(tmp_path / "checkpoints", 4, 8)
@@ -425,8 +425,8 @@ def test_verify_looks_at_the_tokenizer(tmp_path, capsys):
     assert all("spiece.model: found other content" in reason and "data.tokenizer" in reason for reason in reasons)
 
 
-def test_a_directory_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch):
-    """Drop boxes; nothing is denied to root, so it is imitated."""
+def test_unlistable_directory_is_written_to(tmp_path, monkeypatch):
+    """Drop boxes are such directories; the denial is simulated, as root may list everything."""
     box = tmp_path / "box"
     box.mkdir()
     refuse(monkeypatch, (os, "open"), errno.EACCES, lambda path, *_: Path(path) == box)
@@ -437,7 +437,7 @@ def test_a_directory_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch)
     assert (box / "a").read_text() == "words" and (box / "b").is_dir()
 
 
-def test_a_name_that_is_not_synced_is_not_called_unwritten(tmp_path, monkeypatch):
+def test_unsynced_name_is_not_reported_as_unwritten(tmp_path, monkeypatch):
     refuse(monkeypatch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
     unsure = pytest.raises(UserError, match="b: written, but possibly lost")
     with unsure, new_directory(tmp_path / "b"):
@@ -447,7 +447,7 @@ def test_a_name_that_is_not_synced_is_not_called_unwritten(tmp_path, monkeypatch
     assert (tmp_path / "a").read_text() == "words" and (tmp_path / "b").is_dir()
 
 
-def test_the_name_of_a_new_log_is_on_the_disk(tmp_path, monkeypatch):
+def test_name_of_a_new_log_is_synced(tmp_path, monkeypatch):
     with RunDirectory(tmp_path / "run") as directory:
         disk = Disk(monkeypatch, tmp_path)
         directory.log_metrics({"step": 1})
@@ -493,7 +493,7 @@ def test_leftovers_of_kills_in_a_run_are_removed(tmp_path):
     assert sorted(p.name for p in run.iterdir()) == [".config.json-mine", ".lock", "config.json"]
 
 
-def test_a_start_that_fails_leaves_nothing(tmp_path):
+def test_failed_start_leaves_no_files(tmp_path):
     with pytest.raises(UserError), RunDirectory(tmp_path / "a/run") as directory:
         Store(directory.path / "checkpoints", writable=True)
         raise UserError("nothing to train on")
@@ -504,7 +504,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path):
     assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
 
 
-def test_a_directory_is_made_whole_or_not_at_all(tmp_path):
+def test_directory_is_created_completely_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match="no more"), new_directory(tmp_path / "a/b/out") as partial:
         (partial / "half").touch()
         raise ValueError("no more")
@@ -519,7 +519,7 @@ def test_a_directory_is_made_whole_or_not_at_all(tmp_path):
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["out", "out/a"]
 
 
-def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch, said):
+def test_best_step_is_synced_before_it_counts(tmp_path, monkeypatch, said):
     best = Best(tmp_path, CONFIG)
     best.offer(1, (1.0,), tree(1.0)["params"])
     with monkeypatch.context() as patch:
@@ -559,7 +559,7 @@ def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
 
 
 def test_the_best_of_another_run_is_kept_aside(tmp_path, said):
-    """That of this one is not: killed before its first checkpoint, it comes to the same step again."""
+    """The best step of this run is not: a run killed before its first checkpoint reaches the same step again."""
     other = config_lib.override(CONFIG, ["train.learning_rate=0.5"])
     save(tmp_path / "best", 4)
     directory = RunDirectory(tmp_path / "run")
@@ -572,7 +572,7 @@ def test_the_best_of_another_run_is_kept_aside(tmp_path, said):
 
 @pytest.mark.parametrize("which", ["data", "dev"])
 def test_the_best_of_a_run_on_other_data_is_kept_aside(tmp_path, which):
-    """Its score says nothing about this one's, and might never be reached."""
+    """Its score is not comparable, and might never be reached."""
     best = Best(tmp_path / "best", CONFIG, DATA)
     best.offer(4, (9.0,), tree(4.0)["params"])
     assert best.close()
@@ -600,7 +600,7 @@ def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
 
 
 def test_a_best_step_without_a_score_is_the_worst(tmp_path):
-    """A user has copied the step there."""
+    """A user has copied this step."""
     store = Store(tmp_path, writable=True)
     assert store.save(3, tree(3.0), config=CONFIG, metadata={"data": "x"}, wait=True) and store.close()
     best = Best(tmp_path, CONFIG)
