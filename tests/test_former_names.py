@@ -109,7 +109,7 @@ def test_evaluate_writes_both_keys_of_the_method(run: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("call", ["decode", "stream_rows"])
-def test_the_former_keyword_decodes_alike(t5: pipejax.Generator, call: str) -> None:
+def test_former_keyword_gives_the_same_records(t5: pipejax.Generator, call: str) -> None:
     decode = getattr(t5, call)
     given: Any = TEXTS if call == "decode" else TEXTS[0]
     expected = list(decode(given, method="pipelined"))

@@ -631,7 +631,7 @@ def test_value_refused_by_a_tracker_does_not_prevent_other_values(boards, said, 
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_board_continues_after_one_failure(boards, said, failing):
+def test_tracker_continues_after_one_failure(boards, said, failing):
     """The connection is lost once, in a line of several values and in one of a single value."""
     opening, _ = boards
     taken, failures = list[dict[str, float]](), [OSError("lost")] * failing
@@ -648,7 +648,7 @@ def test_board_continues_after_one_failure(boards, said, failing):
     assert len(said) == failing - 1
 
 
-def test_a_board_that_takes_nothing_is_dropped_after_three_tries(boards, said):
+def test_tracker_that_refuses_all_values_is_dropped_after_three_tries(boards, said):
     opening, _ = boards
     tries = []
 

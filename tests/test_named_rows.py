@@ -190,7 +190,7 @@ def test_score_covers_the_named_rows_only(tokenizer):
 
 
 @pytest.mark.slow
-def test_a_stream_and_an_engine_write_them(named):
+def test_streams_and_engine_generate_named_rows(named):
     made, _ = named
     expected = made.decode(TEXTS, batch_size=1)
     engine = Engine(made, places=2, queue=9)
@@ -217,7 +217,7 @@ def test_a_stream_and_an_engine_write_them(named):
 @pytest.mark.parametrize(
     "delay, sub_max", [(0, 4), *(pytest.param(*x, marks=pytest.mark.long) for x in ((1, 4), (1, 3), (2, 3)))]
 )
-def test_a_picture_shows_them_with_their_drafts(tokenizer, tmp_path, delay, sub_max):
+def test_picture_shows_named_rows_and_their_drafts(tokenizer, tmp_path, delay, sub_max):
     drafted = {"draft": "jacobi", "trace": True}
     made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=delay, sub_max=sub_max, decode=drafted)
     records = made.decode(["the clerk slept .", "the baker sang ."])
@@ -232,7 +232,7 @@ def test_a_picture_shows_them_with_their_drafts(tokenizer, tmp_path, delay, sub_
 
 
 @pytest.mark.slow
-def test_an_export_writes_them(named, tokenizer_files, tmp_path, monkeypatch):
+def test_exported_program_generates_named_rows(named, tokenizer_files, tmp_path, monkeypatch):
     pytest.importorskip("flatbuffers")
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")
     made, params = named

@@ -261,7 +261,7 @@ def test_random_models_vary() -> None:
 # The T5.
 
 
-def test_buckets() -> None:
+def test_distance_buckets_equal_hand_made_values() -> None:
     # 4 of 8 buckets are exact; 4 more from 4 to 32, a factor of 8 ** (1 / 4) each: edges 4, 6.7, 11.3, 19.03.
     buckets = [oracle.distance_bucket(d, 8, 32) for d in (0, 1, 2, 3, 4, 6, 7, 11, 12, 19, 20, 31, 32, 1000)]
     assert buckets == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 7]

@@ -211,7 +211,7 @@ def test_own_factors_load_in_peft(kind: str, part: str) -> None:
     assert check_matrices(kind, factors, loaded(kind, tensors, facts)) == len(factors) // 2 == len(tensors) // 2
 
 
-def test_factors_of_images_are_left_out_with_a_line(tmp_path: Any, capsys: Any) -> None:
+def test_factors_of_the_image_encoder_are_left_out_and_reported(tmp_path: Any, capsys: Any) -> None:
     adapted("t5gemma2", {"target_modules": ["k_proj"]}).save_pretrained(tmp_path)
     assert len(peft_adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])) == 2 * 4
     line = (

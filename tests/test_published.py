@@ -114,7 +114,7 @@ def test_kp20k_as_released(tmp_path):
     assert list(task.examples("test")) == [Example("test-0", source, ())]  # "trees." is no form of "tree"
 
 
-def test_kptimes_as_arrays(tmp_path):
+def test_kptimes_file_with_a_json_array_is_read(tmp_path):
     record = {"source": "Ice <eos> It thaws", "target": "Climate;thaw"}
     task = prepared("kptimes", lay(tmp_path / "m", {"dev.json": json.dumps([record], indent=2)}), tmp_path / "data")
     assert list(task.examples("dev")) == [Example("dev-0", "Title: Ice Context: It thaws", ("thaw", "Climate"))]

@@ -900,7 +900,7 @@ def test_a_pipe_is_answered_line_by_line(checkpoints, decoded):
 
 
 @pytest.mark.slow
-def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
+def test_interrupted_decode_leaves_complete_records(checkpoints, tmp_path):
     """Ctrl-C, and a kill that no program sees coming."""
     source, targets = tmp_path / "in.jsonl", [tmp_path / "interrupted.jsonl", tmp_path / "killed.jsonl"]
     source.write_text(as_lines({"source_ids": [5 + i % 50, 7, 9, 1]} for i in range(20_000)))

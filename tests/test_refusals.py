@@ -362,7 +362,7 @@ def test_debug_shows_the_traceback(places, capsys, main, flags, first):
     assert lines[0] == "Traceback (most recent call last):" and lines[-1].startswith("error: ")
 
 
-def test_ends(capsys, monkeypatch):
+def test_end_of_a_command_has_one_line_and_an_exit_code(capsys, monkeypatch):
     monkeypatch.setattr("os._exit", sys.exit)  # of an interrupted command
 
     def raises(error):

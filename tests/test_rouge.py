@@ -53,7 +53,7 @@ def test_one_document(gold: list[str], predicted: list[str], expected: tuple[flo
     assert list(result.values()) == pytest.approx(list(expected))
 
 
-def test_the_mean_is_over_documents() -> None:
+def test_scores_are_means_over_documents() -> None:
     result = score([["cat"], ["dog", "cow"], []], [["cat"], ["dog"], []])
     assert result["rouge1"] == pytest.approx(100 * (1 + 2 / 3 + 0) / 3)
 

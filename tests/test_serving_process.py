@@ -326,7 +326,7 @@ def test_sigterm_drains(trained: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_second_sigterm_ends_it_at_once(trained: Path) -> None:
+def test_second_sigterm_ends_the_server_at_once(trained: Path) -> None:
     with serve(trained, "--warm-up", "0") as server, contextlib.closing(server.connect()) as connection:
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": True}), headers)

@@ -138,7 +138,7 @@ def test_rounding_is_tight():
     assert all(n <= round_up(n) < max(n + 8, 17 / 16 * n) for n in range(1, 2049))
 
 
-def test_no_batch_is_longer_than_the_longest():
+def test_no_batch_exceeds_the_longest_shape():
     """Each row feeds its eos, too: many short ones need more slots than they have tokens that count."""
     for rows in ([[7] * 3] * 80, [[7]] * 160, [[7] * 320]):
         target = flatten(rows, delay=1, bos=0, eos=1)

@@ -206,7 +206,7 @@ def test_rows_grow_in_place_on_a_terminal():
 
 
 @pytest.mark.slow
-def test_elsewhere_each_row_is_a_line(tmp_path, capsys):
+def test_output_that_is_no_terminal_has_a_line_for_each_row(tmp_path, capsys):
     """And the output is the one without --stream."""
     source, made = tmp_path / "in.jsonl", generator()
     source.write_text("".join(json.dumps({"id": i, "source_ids": ids}) + "\n" for i, ids in enumerate(texts(4))))

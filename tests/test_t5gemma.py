@@ -171,7 +171,7 @@ def test_the_module_of_a_size_has_the_parameters_of_its_table(name):
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *ROUGHLY, *(f"umt5-{size}" for size in MT5 if size != "large")])
-def test_published_sizes(name):
+def test_published_sizes_have_the_published_parameter_counts(name):
     model, parts = architecture(name), Counter[str]()
     model.check(name)
     for path, x in shapes_of(model).items():

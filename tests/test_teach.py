@@ -198,7 +198,7 @@ def test_a_blank_separator_parts_into_sentences():
 # The run.
 
 
-def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
+def test_teach_takes_a_quarter_of_the_updates_and_keeps_other_settings():
     saved = change(
         Config(model=MODEL),
         train={
