@@ -142,7 +142,7 @@ class Share:
 
     index: int = 0
     count: int = 1
-    # Rows of slots on this process's devices; several processes may hold the same row.
+    # The numbers of the sequences on this process's devices; several processes may hold the same sequence.
     rows: frozenset[int] = frozenset()
     # Sends this process's message to all processes; returns the messages of all, by process index.
     tell: Callable[[bytes], list[bytes]] = lambda mine: [mine]

@@ -235,7 +235,8 @@ class Tokenizer:
     def is_word(self, number: int) -> bool:
         """Whether an id stands for text.
 
-        It does not if the files declare it as a special token, or if it is in brackets like <s> and [PAD].
+        An id does not stand for text if the files declare it as a special token, or if its piece is in brackets, as <s>
+        and [PAD].
         """
         piece, added = self.piece(number), self._inner.added_tokens_decoder.get(number)
         declared = number in self._inner.all_special_ids or (added is not None and added.special)

@@ -38,7 +38,7 @@ class TrackRecord:
           supposed: the prior probabilities, one for each of the K degrees of trust.
           trust: i32 [B, R].
         """
-        # The mean of a beta distribution after the counted tokens, with PRIOR tokens as prior knowledge.
+        # The mean of the posterior beta distribution, with a prior that counts as PRIOR tokens.
         odds = (PRIOR * jnp.asarray(supposed) + self.right) / (PRIOR + self.judged)
         return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
 

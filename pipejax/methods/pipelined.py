@@ -111,7 +111,7 @@ class PipelinedMethod(Method):
         )
 
     def add_prefixes(self, given: RowPrefixes) -> RowPrefixes:
-        """The prefixes of the source. Raises a UserError if there are more than rows that start in time."""
+        """The prefixes of the source. Raises a UserError if there are more prefixes than rows."""
         fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
             raise UserError(

@@ -38,7 +38,7 @@ class Start:
     # Fingerprint of the weights that the run began with; "": random weights, or a run of an older release.
     init: str = ""
     conversion: int | None = None  # version of the conversion of those weights; None: unknown
-    # The id on tracker boards.
+    # The id of the run for experiment trackers.
     run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))
 
 

@@ -196,7 +196,7 @@ class Output:
         write_text(self.manifest, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def written(self, wanted: Collection[str], known: Sequence[Shard]) -> dict[str, Shard]:
-        """Returns the wanted shards that exist; all of them are read.
+        """Reads the wanted shards that exist, and returns them.
 
         Raises:
           UserError: a shard differs from its description in `known`, or is of lines that the inputs do not have.

@@ -99,7 +99,7 @@ def shipped(level: Level) -> Path:
 
 
 def build(level: Level, compiler: str, library: Path) -> str:
-    """Compiles the kernel for a level, its source files side by side.
+    """Compiles the kernel for a level; its source files are compiled in parallel.
 
     Args:
       level: the instruction set.
