@@ -361,7 +361,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pandas", "datasets", "arrow"])
-def test_a_table_trains_as_its_file_does(tmp_path: Path, trained: tuple[dict[str, Any], list[Any]], kind: str) -> None:
+def test_training_on_a_table_equals_training_on_its_file(
+    tmp_path: Path, trained: tuple[dict[str, Any], list[Any]], kind: str
+) -> None:
     found, expected = trained
     dev = [demo.examples("train")[24 + i] for i in range(3)]  # examples, whose ids are none of the scores' business
     done = pipejax.fit(found["config"], tmp_path / "run", train=TABLES[kind](records(24)), dev=dev)

@@ -107,7 +107,9 @@ def away(here: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
-def test_equal_content_resumes(here: Path, away: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_run_resumes_if_the_content_of_its_files_is_equal(
+    here: Path, away: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(here)
     key, value = SAME[name]
     value = value.format(here=here) if isinstance(value, str) else value

@@ -514,7 +514,9 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         ({"prompt": "a", "messages": []}, "messages", "messages: found an unknown field"),
     ],
 )
-def test_a_bad_body_is_one_clear_error(client: TestClient, engine: ScriptedEngine, body: Any, field: Any, said: str):
+def test_invalid_body_gets_400_with_the_field(
+    client: TestClient, engine: ScriptedEngine, body: Any, field: Any, said: str
+):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     found = error(client.post(PATH, content=content, headers={"Content-Type": "application/json"}), 400)
     assert found["message"].startswith(said), found["message"]
@@ -622,7 +624,7 @@ def test_pages_of_other_sites(engine: ScriptedEngine, origins: list[str]) -> Non
     assert client.get("/health").status_code == 200
 
 
-def test_other_sites_get_nothing_by_default(client: TestClient) -> None:
+def test_responses_to_other_sites_have_no_cors_headers_by_default(client: TestClient) -> None:
     asks = {"Origin": SITE, "Access-Control-Request-Method": "POST"}
     for reply in (client.options(PATH, headers=asks), client.get("/v1/models", headers=asks)):
         assert reply.status_code in (200, 204)
@@ -984,7 +986,7 @@ def test_no_path_redirects_to_another_host(client: TestClient, path: str) -> Non
         assert "evil" not in reply.text
 
 
-def test_metrics_count_nothing_by_the_text(client: TestClient) -> None:
+def test_metrics_do_not_depend_on_the_text_of_requests(client: TestClient) -> None:
     """The metrics are numbers of requests, answers and tokens, times, and the present state."""
     client.post(PATH, json={"prompt": TEXT})
     names = {line.split()[2] for line in client.get("/metrics").text.splitlines() if line.startswith("# TYPE")}

@@ -215,7 +215,9 @@ def test_a_child_reports_its_result(support: None) -> None:
         ("fail", True, "RESOURCE_EXHAUSTED: out of memory", False),
     ],
 )
-def test_a_child_that_fails_harms_nothing(name: str, number: int, reason: str, lasts: bool, support: None) -> None:
+def test_failed_child_process_gives_xla_and_a_reason(
+    name: str, number: int, reason: str, lasts: bool, support: None
+) -> None:
     assert in_child(name, int(number)) == (XLA, reason, lasts)
 
 
