@@ -187,7 +187,7 @@ def test_a_library_is_installed_from_the_file_that_has_it(library: str, file: st
 
 
 def test_an_extra_is_installed_by_a_command_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """pipejax is on no package index: of a clone the extra is taken, of an installed wheel its libraries by name."""
+    """pipejax is on no package index: clones install the extra, and installed wheels install its libraries by name."""
     assert extras.command("ray") == f"pip install -e '{ROOT}[ray]'"
     monkeypatch.setattr(extras, "CLONE", tmp_path)
     asked = ["jax>=0.10", "pyarrow>=15; extra == 'parquet'", 'pipejax[parquet]; extra == "ray"']

@@ -170,7 +170,7 @@ def test_unfinished_answer_counts_only_finished_calls():
 
 
 def test_trace_belongs_to_its_example_and_is_optional():
-    """In a batch each example has its own; without it the loop carries nothing more, and does the same."""
+    """In a batch each example has its trace; without traces the loop carries no additional state."""
     answers = [[[2, 3, 4], [5]], [[6] * 5, [7, 8], [2]], []]
     tables = [[[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, [], [], [], []][:4]] for answer in answers]
     tables[1][0][2] = 9
@@ -578,7 +578,7 @@ def test_rejected_queries_are_hidden_from_later_queries(apart: bool) -> None:
 
 
 def test_draft_lengths_generate_the_most_tokens_for_the_cost() -> None:
-    """Beside plain Python, which tries every number of the best drafts; a call costs the columns that it feeds."""
+    """Compared with plain Python that tries every number of the best drafts; a call costs the columns that it feeds."""
     rng, choose = np.random.default_rng(0), jax.jit(draft_lengths.choose_lengths, static_argnames=("most", "sizes"))
     for _ in range(400):
         count, odds, hangs = rng.integers(0, 9, (3, 5)), rng.random((3, 5), np.float32), rng.random((3, 5)) < 0.3

@@ -1,4 +1,4 @@
-"""Checkpoints converted by an earlier version: opening one logs, once, what may be wrong and how to correct it."""
+"""Opening a checkpoint that an earlier version converted logs possible errors and corrections once."""
 
 import dataclasses
 import json
@@ -87,7 +87,7 @@ def save(place: Path, model: Any, *, objective: str = "none", **given: Any) -> P
 
 
 @pytest.mark.parametrize(("model", "expected"), DOUBTS)
-def test_doubts_about_earlier_conversions(model: Any, expected: str) -> None:
+def test_possible_errors_of_earlier_conversions_are_logged(model: Any, expected: str) -> None:
     assert model.earlier_doubts() == expected
 
 
@@ -142,7 +142,7 @@ def test_kept_conversion_of_other_version_is_renewed(tmp_path: Path, monkeypatch
 def test_runs_trained_from_earlier_conversion_are_reported(
     conversion: int | None, said: list[str], tmp_path: Path, tokenizer_files: Path
 ) -> None:
-    """The runs are reported when they begin, are resumed and are opened. Their heads are not changed."""
+    """They are reported when they begin, are resumed and are opened. Their heads are not changed."""
     config = Config(model=UMT5, data=DataConfig(task="none"), train=TrainConfig(method="none"))
     place, run = tmp_path / "converted", tmp_path / "run"
     checkpoint.save_params(place, config, varied(UMT5, 0), tokenizer_source=tokenizer_files, conversion=conversion)

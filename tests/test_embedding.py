@@ -1,4 +1,4 @@
-"""The embedding lookup and its gradient, against sums that are written out."""
+"""The embedding lookup and its gradient equal explicit sums."""
 
 import re
 
@@ -47,7 +47,7 @@ def drawn(kind: str, shape: tuple[int, ...], vocabulary: int) -> np.ndarray:
     ],
 )
 def test_sums_by_token(kind, shape, vocabulary, dtype):
-    """Tokens that fill no block, one, and several; that never come; that fill blocks alone."""
+    """Tokens fill no block, one, several or whole blocks, or do not occur."""
     tokens = drawn(kind, shape, vocabulary)
     gradient = jnp.asarray(np.random.default_rng(1).normal(size=(*shape, 6)), dtype)
     found = sum_by_token(jnp.asarray(tokens), gradient, vocabulary=vocabulary)
@@ -58,7 +58,7 @@ def test_sums_by_token(kind, shape, vocabulary, dtype):
 
 @pytest.mark.parametrize("where", ["cpu", "elsewhere"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_two_lookups_and_their_gradient(dtype, where, monkeypatch):
+def test_gradient_of_two_lookups_equals_the_sum(dtype, where, monkeypatch):
     if where == "elsewhere":
         monkeypatch.setattr(embedding, "_scatter", sum_by_token)
     random = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def test_two_lookups_and_their_gradient(dtype, where, monkeypatch):
 
 
 def test_each_device_sums_its_own_examples():
-    """Nothing of a batch moves: all that crosses between devices is one sum as large as the table."""
+    """Batches do not move: devices exchange only one sum as large as the table."""
     devices = jax.devices()[:4]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     apart = NamedSharding(mesh, PartitionSpec("data"))
@@ -99,7 +99,7 @@ def test_each_device_sums_its_own_examples():
     ],
 )
 def test_a_training_step_for_a_gpu_scatters_nothing(settings, monkeypatch):
-    """A scatter adds in no order there: two runs would differ."""
+    """The order of a scatter on a GPU varies, so two runs would differ."""
     monkeypatch.setattr(losses, "LOGITS", 200)  # so that the loss is computed in parts
     data, train = DataConfig(max_source=48, max_target=24), TrainConfig(batch_size=4, **settings)
     whole = Config(model=TINY, data=data, train=train, mesh=MeshConfig(data=1))

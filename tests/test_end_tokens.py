@@ -1,4 +1,4 @@
-"""Models whose rows end at any of several tokens, as chat-tuned models have them, beside Algorithm 1 and `generate`."""
+"""Models whose rows end at any of several tokens, like chat models, equal Algorithm 1 and `generate`."""
 
 import dataclasses
 import itertools
@@ -92,7 +92,7 @@ def of_algorithm_1(model: T5Config, params: Any, source: list[int], setting: Any
     ],
 )
 def test_rows_of_random_models_equal_algorithm_1(setting: Any, unique: bool, drafter: Any) -> None:
-    """Rows, also empty ones, end at each end token, and later rows see the generated one."""
+    """Rows, including empty rows, end at each end token, and later rows see the generated token."""
     delay, *_, literal = setting
     model = dataclasses.replace(SEVERAL, other_eos_token_ids=(5, 7)) if delay == 3 else SEVERAL
     strategy: Any = dataclasses.replace(Pipelined(*setting), unique=unique, other_ends=model.other_eos_token_ids)
@@ -127,7 +127,7 @@ def test_rows_of_random_models_equal_algorithm_1(setting: Any, unique: bool, dra
     "setting", [(1, 15, 5, False), pytest.param((2, 15, 5, True), marks=pytest.mark.slow), (0, 12, 5, False)]
 )
 def test_drafts_end_rows_at_any_end_token(setting: Any) -> None:
-    """Drafts of the source, right and wrong ones, also of an end token that is another than the model's."""
+    """Drafts are correct and wrong, and include an end token that differs from the model's."""
     delay, time_max, sub_max, literal = setting
     rng, answers, texts = np.random.default_rng(setting), [], []
     for _ in range(40):
@@ -157,7 +157,7 @@ def test_drafts_end_rows_at_any_end_token(setting: Any) -> None:
 
 
 def test_generated_end_token_is_fed() -> None:
-    """Once, at its place: rows below see that one (A5 of the contract), whichever it is."""
+    """It is fed once, at its place: rows below see exactly this token (A5 of the contract)."""
     steps, fed = iter([[3, 0, 0], [8, 4, 0], [4, 4, 4], [5, 6, 5], [5, 5, 1]]), list[tuple[int, ...]]()
     for query, *_ in walk(Pipelined(1, 8, 3, other_ends=(6, 8)), lambda query: np.asarray([next(steps)], np.int32)):
         live = np.flatnonzero(query.live[0])
@@ -176,7 +176,7 @@ def test_greedy_answers_equal_generate(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [(5,), (5, 7, 4)])
 def test_beams_equal_generate(ends: tuple[int, ...], tmp_path: Path) -> None:
-    """With as many candidates as transformers keeps where there are several end tokens; none of these is the first."""
+    """There are as many candidates as in transformers with several end tokens; none of these is the first."""
     model = dataclasses.replace(MORE_WORDS, num_decoder_layers=1, other_eos_token_ids=ends)
     seen = Counter[int]()
     for seed in range(4):
@@ -188,7 +188,7 @@ def test_beams_equal_generate(ends: tuple[int, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_of_samples_equal_torch(tmp_path: Path) -> None:
-    """Of each token, and of the end token that was drawn, which `log_prob` counts."""
+    """Each token and the sampled end token, which `log_prob` includes, are compared."""
     params = oracle.random_params(SHALLOW, np.random.default_rng(1), eos_scale=1.0)
     decode = DecodeConfig(temperature=1.0, scores=True, samples=6, max_length=12)
     config = Config(model=SHALLOW, decode=decode, train=TrainConfig(method="none"))
@@ -243,7 +243,7 @@ class Words:
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
 @pytest.mark.parametrize("named", [-1, 5, 7])
 def test_training_writes_one_end_token(objective: str, named: int) -> None:
-    """The first, or the one that `train.eos_token_id` names; those that a text spells out are left out."""
+    """It is the first, or the one in `train.eos_token_id`; end tokens in the text of a target are left out."""
     model = dataclasses.replace(MORE_WORDS, other_eos_token_ids=(5, 7))
     train, words = TrainConfig(method=objective, eos_token_id=named), Words()
     config = choose_end(Config(model=model, train=train, data=DataConfig(separator=" ; ")))
@@ -295,7 +295,7 @@ def test_end_tokens_of_a_config(ends: Any, line: str | None) -> None:
 
 
 def test_beams_need_large_enough_vocabulary() -> None:
-    """Each beam has a candidate for each end token, and one that goes on."""
+    """Each beam has a candidate for each end token, and one that continues."""
     model = dataclasses.replace(FEW_WORDS, other_eos_token_ids=(5, 6))
     check(Config(model=model, decode=DecodeConfig(beams=2)), where="")
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected at most 1/4 of model\.vocab_size = 9"):
@@ -332,7 +332,7 @@ def directory(place: Path, generate: Any, config: dict[str, Any], model: Any = F
 def test_end_tokens_come_from_the_file_that_transformers_reads(
     generate: Any, config: Any, ends: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """generation_config.json, where it is there, else config.json; and `to-hf` writes the list again."""
+    """This is generation_config.json if it exists, otherwise config.json; `to-hf` writes the list again."""
     source = directory(tmp_path / "hf", generate, config)
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(source).generation_config.eos_token_id
     if generate != {}:  # then `generate` would never end
@@ -421,7 +421,7 @@ SCHEMA = {
 
 
 def test_grammar_allows_all_end_tokens_at_end_of_text() -> None:
-    """And nowhere else, whatever text the token stands for; it leaves the state as it is."""
+    """They are allowed nowhere else, independent of their texts, and leave the state unchanged."""
     end = schemas.PIECES.index("b")
     generator = of_schemas(end)
     found = generator.under(SCHEMA).answer_format
@@ -451,7 +451,7 @@ def test_answers_of_a_schema_end_at_each_end_token() -> None:
 
 
 def test_method_with_one_end_token_ends_rows_at_it(caplog: pytest.LogCaptureFixture) -> None:
-    """A line says once which of the model's end no row."""
+    """A line lists once the model's other end tokens, which end no row."""
     config = Config(model=dataclasses.replace(FEW_WORDS, other_eos_token_ids=(5, 7)), method=Uneven())
     generator = Generator(config, None, None)
     assert [ends_of(generator.make_strategy("uneven")) for _ in range(2)] == [(1,), (1,)]
@@ -463,7 +463,7 @@ def test_method_with_one_end_token_ends_rows_at_it(caplog: pytest.LogCaptureFixt
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "ours"])
 def test_methods_pass_checks_with_several_end_tokens(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One that knows `eos` alone, and ours under another name."""
+    """One method has only `eos`, and one is pipejax's under another name."""
     ours: Any = type("Ours", (PipelinedMethod,), {"name": "ours"})(GridConfig(2, 14, 4))
     model = dataclasses.replace(testing.TOY, other_eos_token_ids=(60, 61))
     assert "answers agree with recomputation" in testing.check_method(Uneven() if kind == "own" else ours, model=model)
@@ -484,7 +484,7 @@ def test_strategies_of_methods_have_all_end_tokens() -> None:
 
 @pytest.mark.parametrize("eos, fits", [(1, True), (5, True), (6, False)])
 def test_drafting_model_may_have_any_end_token_as_eos(eos: int, fits: bool, tmp_path: Path) -> None:
-    """The large one verifies what it drafts, so drafts that end otherwise cost calls alone."""
+    """The large model verifies drafts, so drafts with another end only cost calls."""
     other = Config(model=dataclasses.replace(FEW_WORDS, eos_token_id=eos))
     checkpoint.save_params(tmp_path / "small", other, oracle.random_params(other.model, np.random.default_rng(0)))
     decode = DecodeConfig(draft="model", draft_checkpoint=str(tmp_path / "small"))
@@ -531,7 +531,7 @@ def test_custom_generate_ends_rows_at_each_end_token(written: Any, tmp_path: Pat
 
 
 def test_rows_differing_only_in_end_token_are_repeated(written: Any) -> None:
-    """In `custom_generate` as in the strategy: two in turn end an answer."""
+    """In `custom_generate` and in the strategy, two such rows in succession end an answer."""
     settings = written.Settings(delay=1, time_max=20, sub_max=9, unique=True)
     rows = [[3, 1], [4, 1], [3, 5], [4, 5], [6, 1], [7, 1], *[[1, 1]] * 3]
 

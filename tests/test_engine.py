@@ -79,7 +79,7 @@ def assert_same(found, expected):
 
 @pytest.mark.slow
 def test_answers_equal_answers_decoded_alone(generator):
-    """Both methods, many more requests than places, sources of all lengths, a cache that grows."""
+    """Both methods have many more requests than places, sources of all lengths, and a cache that grows."""
     given = texts(20)
     engine = Engine(generator, places=3, queue=100)
     names = ["pipelined" if i % 3 else "sequential" for i in range(len(given))]
@@ -108,7 +108,7 @@ def test_answers_equal_answers_decoded_alone(generator):
 
 @pytest.mark.slow
 def test_requests_against_repetition_beside_others(generator):
-    """Each has its own settings; a request without them is answered as without the others."""
+    """Each request has its settings; a request without them is answered as if the others had none."""
     given = texts(6)
     settings = [{}, {"repetition_penalty": 3.0}, {"no_repeat_ngram_size": 1, "repetition_penalty": 1.5}]
     engine = Engine(generator, places=3, queue=100)
@@ -159,7 +159,7 @@ def drafting(request, generator, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.long)])
 def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
-    """Sources of several lengths come and go, so that drafters meet longer ones in the middle of an answer."""
+    """Sources of several lengths join and leave, so that drafters get longer sources during an answer."""
     given = texts(9)
     expected, drafted = (one.decode(given, method=strategy, batch_size=1) for one in (generator, drafting))
     engine = Engine(drafting, places=3, queue=99)
@@ -245,7 +245,7 @@ def test_a_longer_source_joins_a_grown_cache_without_compiling(monkeypatch):
 
 @pytest.mark.slow
 def test_samples_depend_on_the_seed_only(generator):
-    """With any other requests in the batch; a greedy request stays greedy beside sampled ones."""
+    """The other requests in the batch have no effect, and greedy requests stay greedy."""
     ids = texts(1)[0]
     engine = Engine(generator, places=4, queue=100)
     given = [request(0, ids, temperature=1.0, seed=seed, top_k=9, top_p=0.95, min_p=0.01) for seed in (1, 2, 1)]
@@ -288,7 +288,7 @@ def test_kernel_does_not_change_an_encoding(fast):
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_latest_encodings_are_kept(most):
-    """Beside plain lists of what was asked for the latest; the same ids with another adapter are another source."""
+    """Compared with plain lists of the latest requests; equal ids with another adapter are another source."""
     kept, asked, hits = Encodings(most), [], 0
     for number in np.random.default_rng(most).integers(0, 6, 200).tolist():
         ids, adapter = np.arange(number // 2 + 1, dtype=np.int32), number % 2 or None
@@ -304,7 +304,7 @@ def test_latest_encodings_are_kept(most):
 
 
 def test_waiting_request_fails_if_no_batch_can_be_made(generator, monkeypatch):
-    """Such as for want of memory; and the next one has another try."""
+    """The cause is a lack of memory, for example; the next request tries again."""
 
     def fails(*given, **more):
         raise MemoryError("no room for a batch")
@@ -321,7 +321,7 @@ def test_waiting_request_fails_if_no_batch_can_be_made(generator, monkeypatch):
 
 @pytest.mark.slow
 def test_requests_have_a_batch_for_themselves_or_share_one(generator):
-    """A request that arrives alone gets its own batch, unless the last one had company; simultaneous requests share."""
+    """A single request gets its own batch, unless the last one had others; simultaneous requests share."""
     engine, given = Engine(generator, places=3, queue=9), [request(i, ids) for i, ids in enumerate(texts(6))]
 
     def lanes(requests):
@@ -341,7 +341,7 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
 
 
 def test_steps_before_a_pause_can_give_enough_tokens(generator):
-    """In step t the rows are open that start by then, at the most; a sequential answer grows by a token a step."""
+    """In step t at most the rows that start by then are open; a sequential answer grows by a token in a step."""
     grid = RunningBatch(generator.programs, generator.make_strategy("pipelined"), 1)
     line = RunningBatch(generator.programs, generator.make_strategy("sequential"), 1)
     for taken in (0, 1, 5, 16, 40):
@@ -355,7 +355,7 @@ def test_steps_before_a_pause_can_give_enough_tokens(generator):
 
 
 @pytest.mark.slow
-def test_an_answer_of_so_many_tokens(generator):
+def test_answer_ends_after_max_tokens(generator):
     ids = texts(1)[0]
     engine = Engine(generator, places=2, queue=1)
     *tokens, record = engine.submit(request(0, ids, max_tokens=5)).events()
@@ -369,7 +369,7 @@ def test_an_answer_of_so_many_tokens(generator):
     assert record["log_prob"] == pytest.approx(sum(event.log_prob for event in tokens), abs=1e-3)
 
 
-def test_full_queue_cancelled_requests_and_closed_engine(generator):
+def test_full_queue_and_closed_engine_refuse_requests(generator):
     given = texts(6)
     engine = Engine(generator, places=1, queue=2)
     with engine.scheduler.waiting.lock:  # the engine does not see them before all are there
@@ -396,7 +396,7 @@ def test_settings_that_an_engine_lacks_are_refused(generator):
             Engine(other, places=1, queue=1)
 
 
-def test_a_thrown_switch_lets_it_pause_after_a_step(fast):
+def test_set_switch_pauses_the_engine_after_a_step(fast):
     switch = Switch()
     batch = RunningBatch(fast.programs, fast.make_strategy("sequential"), 2, switch)
     place = batch.add(texts(1)[0])
@@ -414,7 +414,7 @@ def test_a_thrown_switch_lets_it_pause_after_a_step(fast):
 
 
 def test_listening_has_no_side_effects(fast):
-    """JAX calls a program with effects in Python, array by array, and a stream calls one for each look."""
+    """JAX calls a program with effects in Python, array by array, and a stream reads after each call."""
     given = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((2,), np.uint32)
     assert not jax.make_jaxpr(fast.programs.backend.listen)(*given).effects
 
@@ -469,7 +469,7 @@ def record_in(answer):
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["length", "method", "scores", "temperature"])
 def test_other_requests_run_while_one_waits_for_compilation(generator, other):
-    """For any kind of new program; the answer equals decoding."""
+    """This holds for any kind of new program; answers equal decoding."""
     engine, short = Engine(generator, places=2, queue=9), [5, 6, 7, 1]
     for _ in range(2):  # alone and beside each other
         for answer in [engine.submit(request(0, short, log_probs=False)) for _ in range(2)]:
@@ -515,8 +515,8 @@ def test_answer_that_outgrows_its_cache_restarts_in_a_larger_one(generator, monk
 
 
 @pytest.mark.parametrize(("places", "widens"), [(1, False), (2, True)])
-def test_a_place_alone_is_never_widened(generator, places, widens):
-    """No other source joins it, so no program for that is compiled."""
+def test_batch_of_one_place_is_never_widened(generator, places, widens):
+    """No other source joins it, so no program for wider batches is compiled."""
     programs = BatchPrograms(generator.programs, generator.make_strategy("sequential"), places)
     found, find = [], programs.find
 
@@ -570,7 +570,7 @@ def test_failed_compilation_fails_its_waiting_requests(generator, monkeypatch):
 
 @pytest.mark.parametrize("how", ["by itself", "on the way", "for another reason"])
 def test_failed_compilation_leaves_nothing(how):
-    """Neither in the thread that waits for the next, nor by the error that others were told."""
+    """References are left neither in the waiting thread nor in the error that other requests receive."""
 
     class Array:
         pass
@@ -629,7 +629,7 @@ def test_compiler_takes_awaited_programs_first():
 
 @pytest.mark.slow
 def test_no_request_waits_for_compilation_after_warm_up(generator):
-    """Sources of all lengths up to the longest, alone and together, scored or drawn or neither."""
+    """Sources have all lengths up to the longest, alone and together, scored, sampled or neither."""
     engine = Engine(generator, places=2, queue=9)
     engine.warm_up(70)
     wait_until_compiled(engine)

@@ -63,7 +63,7 @@ def test_commands_report_ignored_variables():
     assert said == "JAX_ENABLE_X64=1: ignored, because it would change results\n"
 
 
-def test_a_program_is_warned(tmp_path):
+def test_program_gets_a_warning(tmp_path):
     text = f"import pipejax\ntry: pipejax.load({str(tmp_path)!r})\nexcept pipejax.system.errors.UserError: pass"
     said = python("import pipejax.system.errors; " + text, JAX_ENABLE_X64="1").stderr
     assert "UserWarning: JAX_ENABLE_X64=1: ignored" in said
@@ -79,7 +79,7 @@ def test_program_that_changed_the_setting_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", ["--xla_nonsense=1", "--xla_backend_optimization_level=x", "nonsense"])
-def test_flags_that_would_end_the_process(flags, monkeypatch):
+def test_flags_that_would_end_the_process_are_refused(flags, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
     with pytest.raises(UserError) as caught:
         environment.check_flags()

@@ -67,7 +67,7 @@ def test_scores_equal_scores_of_the_kept_predictions(run, tmp_path, capsys):
 
 
 def test_the_same_text_scores_the_same_from_either_decoder():
-    """A sequential answer of sentences is one text, a pipelined one rows: ROUGE-Lsum must not tell them apart."""
+    """A sequential answer of sentences is one text, a pipelined answer has rows: ROUGE-Lsum must be equal for both."""
     said = ["The cat sat on the mat.", "It was a sunny day in the garden.", "Nobody saw the dog."]
     gold = ("A dog sat on the mat.", "The day was sunny.", "Nobody was in the garden.")
     examples = [Example("a", "summarize: something", gold)]
@@ -165,7 +165,7 @@ def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
     [("the same", [], False), ("", [], False), ("others", [], True), ("others", ["data.train={}.jsonl"], False)],
 )
 def test_evaluation_warns_if_examples_may_have_been_trained_on(learned, others, told, tmp_path, monkeypatch, capsys):
-    """Where a file is parted otherwise than it was for the run: it has changed, or the rule has."""
+    """The split of a file differs from the split of the run, because the file or the rule has changed."""
     texts = "".join(json.dumps({"source": f"text {i}", "targets": ["x"]}) + "\n" for i in range(40))
     for name in ("a", "a.jsonl"):
         (tmp_path / name).write_text(texts)
@@ -199,7 +199,7 @@ def test_evaluation_warns_if_examples_may_have_been_trained_on(learned, others, 
         (["--set", "data.test=/nowhere.jsonl"], r"data\.test: found a file; expected none, as demo has its own"),
     ],
 )
-def test_refusals(run, flags, message):
+def test_invalid_flags_of_evaluate_are_refused(run, flags, message):
     with pytest.raises(UserError, match=message):
         evaluation.main(["--checkpoint", str(run), *flags])
 
@@ -241,7 +241,7 @@ def kept_scores(generator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("task", ["kp20k", "kptimes"])
 def test_presence_is_judged_in_title_and_abstract_alone(task, tmp_path, capsys):
-    """As the published rule says: not in the words of the template."""
+    """The published rule excludes the words of the template."""
     published: Any = make_task(DataConfig(task=task))
     raw = {
         "id": b"1",
@@ -282,7 +282,7 @@ def test_values_of_named_rows_are_compared_by_type(tmp_path, capsys):
 
 
 def test_values_under_a_schema_are_compared_by_its_types():
-    """A version is a text there, though it reads as a number."""
+    """A version is a text in the schema, even if it looks like a number."""
     names = {1: "version:", 2: "pages:"}
     kinds = ((1, str), (2, json.loads))
     schema = SimpleNamespace(rows=[SimpleNamespace(beginning=(i,), value=kind) for i, kind in kinds])

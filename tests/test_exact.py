@@ -28,7 +28,7 @@ def f1(gold: Any, predicted: Any, name: str = "exact") -> float:
         *[("1", "1.0"), ("true", "True"), ("01", "1")],
     ],
 )
-def test_rows_that_differ(left: str, right: str) -> None:
+def test_different_rows_are_not_equal(left: str, right: str) -> None:
     assert f1([left], [right]) == f1([right], [left]) == 0
     assert f1([left], [left]) == f1([right], [right]) == 100
     assert 0 < metrics.score("exact", [""], [[f"same {left}"]], [[f"same {right}"]])["pm_f1"] < 100
@@ -50,7 +50,7 @@ def test_rows_that_differ(left: str, right: str) -> None:
         *[("5 µg", "5 μg"), ("…", "..."), ("ｶﾞ", "ガ")],
     ],
 )
-def test_rows_that_are_the_same_text(left: str, right: str) -> None:
+def test_rows_with_the_same_text_are_equal(left: str, right: str) -> None:
     assert f1([left], [right]) == f1([right], [left]) == 100
 
 
@@ -127,7 +127,7 @@ def test_a_value_that_breaks_its_schema_is_text() -> None:
     assert named_rows(["a: x", "b: y"], {"a:": json.loads, "b:": {"z": 1}.__getitem__}) == [("a:", "x"), ("b:", "y")]
 
 
-def test_folding_twice_is_folding_once() -> None:
+def test_folding_is_idempotent() -> None:
     for text in ("10²³", " ①２½ ", "ﬁ\u00a0x"):
         assert fold(fold(text)) == fold(text)
 
@@ -171,7 +171,7 @@ def test_mark_after_name_is_ignored(tmp_path, capsys, name: str, left: str, righ
         *[("价格", "价格一百", ("价格", "一百")), ("no", "not: 1", None), ("No", "No1", ("No", "1"))],
     ],
 )
-def test_the_text_after_a_name(name: str, row: str, expected: tuple[str, str] | None) -> None:
+def test_text_after_a_name_is_the_value(name: str, row: str, expected: tuple[str, str] | None) -> None:
     assert split_row(row, [name]) == expected
 
 

@@ -1,4 +1,4 @@
-"""Exported programs write what decoding writes, in a process that has JAX and none of the libraries that made them."""
+"""Exported programs write the records of decoding, in a process with only JAX and NumPy."""
 
 import json
 import re
@@ -136,7 +136,7 @@ def test_exported_answers_equal_decode_with_the_same_settings(
     assert answers(decoder(out, method), out, given) == expected(trained, method, given, settings)
 
 
-def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> None:
+def test_description_and_platforms_are_exported(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(trained, out, "--platforms", "cuda,tpu", settings=["grid.time_max=9"])
     facts = json.loads((out / "export.json").read_text())
@@ -222,7 +222,7 @@ def test_refused_export_raises_one_line_and_leaves_no_files(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_flatbuffers_a_line_names_the_extra(
+def test_missing_flatbuffers_raises_one_line_with_the_extra(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flatbuffers", None)

@@ -85,7 +85,7 @@ DECODE = "decode --checkpoint run --input in.jsonl --output out.jsonl"
 @pytest.mark.parametrize(
     "kind, more", [*((kind, "") for kind in BAD), ("blank", " --stream"), ("ids", " --skip-bad --set decode.beams=2")]
 )
-def test_a_bad_seventh_line(here: Path, kind: str, more: str) -> None:
+def test_invalid_seventh_line_is_refused_before_compilation(here: Path, kind: str, more: str) -> None:
     seventh, line = BAD[kind]
     line = "decode.beams: found 2" if "skip" in more else line
     write(here / "in.jsonl", seventh)
@@ -110,7 +110,7 @@ def test_a_bad_seventh_line(here: Path, kind: str, more: str) -> None:
         ("teach --checkpoint line --input in.jsonl --workdir taught", r"in\.jsonl:7: "),
     ],
 )
-def test_a_setting_or_a_file(here: Path, command: str, line: str) -> None:
+def test_invalid_setting_or_file_is_refused_before_compilation(here: Path, command: str, line: str) -> None:
     seventh: object = {"title": "a", "text": "b", "targets": "no list"} if "evaluate" in command else '{"title": '
     write(here / "in.jsonl", GOOD if DECODE in command else seventh)
     (here / "out.jsonl").write_text('{"id": "of other work"}\n')
@@ -122,8 +122,8 @@ def test_a_setting_or_a_file(here: Path, command: str, line: str) -> None:
 UNNEEDED = {"transformers", "torch", "orbax", "optax", "grain", "tensorflow", "pandas", "pyarrow", "nltk"}
 
 
-def test_decoding_imports_no_more_than_it_needs(here: Path) -> None:
-    """Libraries that train, save or read other tokenizers are not imported."""
+def test_decoding_imports_only_needed_libraries(here: Path) -> None:
+    """Libraries for training, saving or other tokenizers are not imported."""
     write(here / "in.jsonl", GOOD)
     code = f"import sys; from pipejax.__main__ import main; main(sys.argv[1:]); print({UNNEEDED} & set(sys.modules))"
     environment = {**os.environ, cpu_kernel.VARIABLE: "off", "PYTHONPATH": str(Path(pipejax.__file__).parents[1])}
@@ -185,7 +185,7 @@ def test_decode_after_failed_compilation_works(here: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("machine, flag", [("aarch64", False), ("arm64", False), ("x86_64", True), ("riscv64", True)])
-def test_an_arm_compiles_with_neon_and_nothing_else(
+def test_arm_processor_compiles_only_the_level_native(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], machine: str, flag: bool
 ) -> None:
     """Its compilers know no x86's levels, and some of them no -march=native."""

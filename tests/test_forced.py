@@ -128,8 +128,8 @@ def test_a_call_feeds_only_what_it_can_accept() -> None:
     assert [(one.row, len(one.drafted), one.accepted) for one in first] == [(i, 4 - i, 4 - i) for i in range(5)]
 
 
-def test_forced_tokens_are_fed_by_one_call_only_where_this_is_possible() -> None:
-    """Other strategies stay as they are, and so does a strategy without forced tokens."""
+def test_only_supporting_strategies_feed_forced_tokens_in_one_call() -> None:
+    """Other strategies, and strategies without forced tokens, are not changed."""
     forced = np.full((1, 3, 9), -1, np.int32)
     grid = Pipelined(delay=1, time_max=9, sub_max=3)
     assert columns_for(DecodingOptions(forced=forced), grid, "cpu") == 0

@@ -1,4 +1,4 @@
-"""Directories that another library quantised are refused in a line; settings beside plain weights are reported."""
+"""Directories that another library quantised are refused, and settings of plain weights are reported."""
 
 import json
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_quantised_weights_are_refused_with_the_method(kind: str, directory: Pat
 def test_settings_beside_plain_weights_are_reported(
     file: str, text: dict[str, Any], expected: str, original: Path, directory: Path, capsys: Any
 ) -> None:
-    """Parameters equal those converted from the same directory without these settings."""
+    """Parameters equal those of a conversion of the same directory without these settings."""
     if file:
         (directory / file).write_text(json.dumps(text))
     else:

@@ -1,4 +1,4 @@
-"""Both T5Gemmas in runs: on eight devices as on one, in scans, with low-rank factors, in int8, and for transformers."""
+"""Both T5Gemmas in runs: on one and eight devices, in scans, with low-rank factors, in int8, and for transformers."""
 
 import dataclasses
 import re
@@ -43,7 +43,7 @@ def with_model(model: Any, **sections: dict[str, Any]) -> Config:
 
 
 @BOTH
-def test_a_scan_over_layers_that_slide_and_do_not_is_the_same(model):
+def test_scan_over_sliding_and_full_layers_changes_nothing(model):
     params, given = varied(model, 0, centered=True), in_transformers.batch(model, 12)
     if model is TWO:
         params["shared"]["eoi_embedding"] = np.ones(16, np.float32)
@@ -73,7 +73,7 @@ def test_training_on_eight_devices_equals_one_device(trained, tmp_path):
 
 @pytest.mark.slow
 def test_resumed_run_equals_uninterrupted_run(trained, tmp_path):
-    """In two parts as in one: the log, and every number of parameters and moments."""
+    """The log and every number of parameters and moments are equal."""
     config = config_lib.load(trained / "config.json")
     for steps in (2, 6):
         pipejax.fit(change(config, train={"steps": steps}), tmp_path / "parts")
@@ -85,7 +85,7 @@ def test_resumed_run_equals_uninterrupted_run(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_low_rank_factors_are_trained_alone(trained, tmp_path):
+def test_only_low_rank_factors_are_trained(trained, tmp_path):
     config = config_lib.load(trained / "config.json")
     sections: dict[str, Any] = {"train": {"init_from": str(trained), "lora_rank": 2, "remat": "dots"}}
     config = change(config, **sections, mesh={"data": 1, "fsdp": 1, "tensor": 1})
@@ -99,8 +99,8 @@ def test_low_rank_factors_are_trained_alone(trained, tmp_path):
 
 @BOTH
 @pytest.mark.slow
-def test_bfloat16_and_int8_stay_near(model):
-    """Of int8 the table, too, which is head and embedding."""
+def test_bfloat16_and_int8_stay_close(model):
+    """In int8 the table, which is head and embedding, is rounded too."""
     params = varied(model, 3, centered=True)
     if model is TWO:
         params["shared"]["eoi_embedding"] = np.ones(16, np.float32)
@@ -151,7 +151,7 @@ SOURCES = [[*NUMBERS.integers(3, 9, NUMBERS.integers(2, 9)).tolist(), 1] for _ i
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [ONE, *(pytest.param(x, marks=pytest.mark.long) for x in (TWO, UMT5))], ids=KINDS)
 def test_drafts_streams_and_running_batches_equal_decode(model, tmp_path):
-    """They equal decoding one by one: accepted tokens of a draft lie in slots of any order."""
+    """They equal decoding without batches; accepted tokens of a draft are in slots of any order."""
     few, params = few_words(model, 5)
     small = jax.tree.map(lambda x: x + 0.1 * x.std() * NUMBERS.standard_normal(x.shape).astype(np.float32), params)
     config = Config(model=few, grid=GRID)
@@ -182,7 +182,7 @@ def test_drafts_streams_and_running_batches_equal_decode(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [ONE, TWO, UMT5], ids=KINDS)
-def test_weights_held_in_bfloat16_are_rounded_and_nothing_else_is(model):
+def test_only_weights_are_rounded_if_held_in_bfloat16(model):
     few, params = few_words(model, 6)
     vectors = re.compile(r".*(norm/scale|relative_bias/embedding)")
     flat = flatten_dict(params, sep="/")

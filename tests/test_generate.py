@@ -1,4 +1,4 @@
-"""Rows of a sequential text: taken apart at the separator, and at nothing that merely looks like it."""
+"""Sequential texts are split into rows at the separator, and not at similar texts."""
 
 import pytest
 

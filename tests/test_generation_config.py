@@ -1,4 +1,4 @@
-"""A converted checkpoint decodes as transformers' `generate` does with generation_config.json, or a line says so."""
+"""A converted checkpoint decodes as `generate` with generation_config.json, or a line reports the difference."""
 
 import dataclasses
 import json
@@ -98,7 +98,7 @@ FOLLOWED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("case", FOLLOWED)
-def test_generate_is_followed(case: str, plain: list[list[int]], tmp_path: Path, capsys: Any) -> None:
+def test_settings_decode_as_generate_does(case: str, plain: list[list[int]], tmp_path: Path, capsys: Any) -> None:
     """With our ids in the file and our settings as arguments, `generate` writes the same as with its own files."""
     generate, config, differs = FOLLOWED[case]
     source = directory(tmp_path / "hf", generate, config)
@@ -129,7 +129,7 @@ def test_a_converted_checkpoint_decodes_as_generate_does(case: str, tmp_path: Pa
 
 
 def test_generate_runs_a_decoder_deeper_than_its_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers' cache has as many layers as the encoder; its answers are those of the most likely token by hand."""
+    """The cache of transformers has as many layers as the encoder; its answers equal greedy answers by hand."""
     config = dataclasses.replace(MODEL, num_layers=1, num_decoder_layers=3)
     huggingface.write_hf(config, oracle.random_params(config, np.random.default_rng(4)), tmp_path / "hf", None)
     assert "generation_config.json: has use_cache = false" in capsys.readouterr().err
@@ -257,7 +257,9 @@ def test_each_setting_is_distinguished_from_its_neutral_value(tmp_path: Path, ca
         ({"do_sample": True, "temperature": 0.0, "top_k": 7}, {}, ""),  # greedily
     ],
 )
-def test_settings_of_draws_and_beams(given: Any, decode: Any, lost: str, tmp_path: Path, capsys: Any) -> None:
+def test_settings_of_sampling_and_beams_are_converted(
+    given: Any, decode: Any, lost: str, tmp_path: Path, capsys: Any
+) -> None:
     source = directory(tmp_path / "hf", IDS | given)
     assert huggingface._run_settings(source, MODEL).decode == dataclasses.replace(DecodeConfig(), **decode)
     said = capsys.readouterr().err.splitlines()

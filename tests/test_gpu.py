@@ -75,7 +75,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     "queries, spread", [(1, 1.0), (5, 30.0), pytest.param(20, 3.0, marks=pytest.mark.slow), (33, 1.0)]
 )
 def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> None:
-    """Masked slots, and an example whose slots are all masked."""
+    """Some slots are masked, and all slots of one example are."""
     batch, heads, width, length = 3, 2, 32, 192
     query, keys = spread * normal(1, heads * width, batch * queries), normal(2, batch, heads, width, length)
     values, mask = normal(3, batch, heads, length, width), np.arange(length) < np.asarray([[70], [192], [0]])
@@ -97,7 +97,7 @@ def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> Non
     ],
 )
 def test_attention_to_a_cache_equals_numpys(queries: int, start: list[int]) -> None:
-    """Garbage lies in slots that are still empty; the new keys and values land there, and nothing else changes."""
+    """Empty slots have arbitrary numbers; the new keys and values are written there, and nothing else changes."""
     batch, heads, width, slots = 2, 3, 16, 140
     projected = normal(1, 3 * heads * width, batch * queries)
     keys, values = normal(4, batch, heads, width, slots), normal(5, batch, heads, slots, width)
@@ -125,7 +125,7 @@ def test_attention_to_a_cache_equals_numpys(queries: int, start: list[int]) -> N
 
 
 def test_unsupported_shapes_use_xla() -> None:
-    """Heads of 8; 65 queries of an example; one query; matrices of other sizes, of int8, of another dtype."""
+    """Cases: heads of 8, 65 queries of an example, one query, other sizes of matrices, int8, another dtype."""
     values = jnp.asarray(normal(1, 1, 2, 64, 8))
     memory = Memory((jnp.zeros((1, 2, 8, 64)),), (values,), jnp.ones((1, 64), bool))
     found = decoder(2, 8, 1, memory)._attend_memory(0, jnp.ones((16, 3)))
@@ -155,7 +155,7 @@ def test_unsupported_shapes_use_xla() -> None:
     ids=str,
 )
 def test_decodes_equal_decodes_without_kernels(strategy, batch: int, feed_forward: str, tied: bool) -> None:
-    """In caches that grow, with and without queries gathered from several examples."""
+    """Caches grow, with and without queries gathered from several examples."""
     config = dataclasses.replace(IN_BLOCKS, num_decoder_layers=1, feed_forward=feed_forward, tied_head=tied)
     rng = np.random.default_rng(batch)
     source, length = rng.integers(0, 48, (batch, 12)).astype(np.int32), rng.integers(1, 13, batch).astype(np.int32)

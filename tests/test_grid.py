@@ -1,4 +1,4 @@
-"""The grid against tables drawn by hand: Figure 2's example, its mask, its distances, its steps."""
+"""The grid equals tables by hand: the example of Figure 2, its mask, distances and steps."""
 
 import itertools
 
@@ -67,7 +67,7 @@ def test_position_differences_equal_distances_of_visible_tokens(delay):
     assert seen.sum() > 3000
 
 
-def test_flattening_figure_2():
+def test_flattened_target_equals_figure_2():
     flat = grid.flatten([[A, B, C], [D, E]], delay=1, bos=BOS, eos=EOS)
     assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E, BOS]
     assert flat.targets.tolist() == [A, B, C, EOS, D, E, EOS, EOS]
@@ -75,7 +75,7 @@ def test_flattening_figure_2():
     assert flat.weights.tolist() == [1.0] * 8
 
 
-def test_rows_that_start_together_have_no_empty_one():
+def test_rows_that_start_together_have_no_empty_row():
     flat = grid.flatten([[A, B, C], [D, E]], delay=0, bos=BOS, eos=EOS)
     assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E]
     assert flat.targets.tolist() == [A, B, C, EOS, D, E, EOS]
@@ -93,7 +93,7 @@ def test_row_names_are_fed_and_not_queried():
 
 
 def test_an_eos_is_fed_where_a_later_token_sees_it():
-    """Δt = 2: row 1 is "A" and ends at time 2, where row 2 begins; the first row's eos is a key of all of row 2."""
+    """Δt = 2: row 1 is "A" and ends at time 2, where row 2 begins; the first row's eos is a key for all of row 2."""
     flat = grid.flatten([[A], [D, E]], delay=2, bos=BOS, eos=EOS)
     assert flat.inputs.tolist() == [BOS, A, EOS, BOS, D, E, BOS]
     assert flat.weights.tolist() == [1, 1, 0, 1, 1, 1, 1]
@@ -118,14 +118,14 @@ def test_omitted_eos_is_visible_to_no_query():
     assert left_out > 50
 
 
-def test_one_row_without_the_empty_one_is_a_t5_target():
+def test_one_row_without_empty_row_is_a_t5_target():
     flat = grid.flatten([[A, B, C]], delay=1, bos=BOS, eos=EOS, final=False)
     assert flat.inputs.tolist() == [BOS, A, B, C]
     assert flat.targets.tolist() == [A, B, C, EOS]
     assert flat.row.tolist() == [0] * 4 and flat.time.tolist() == [0, 1, 2, 3]
 
 
-def test_no_rows_at_all():
+def test_target_without_rows_has_the_empty_row():
     flat = grid.flatten([], delay=1, bos=BOS, eos=EOS)
     assert (flat.inputs.tolist(), flat.targets.tolist(), flat.weights.tolist()) == ([BOS], [EOS], [1.0])
 
@@ -149,7 +149,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("lengths, delay, sub_max, time_max, pipelined, sequential", STEPS)
-def test_steps_by_hand(lengths, delay, sub_max, time_max, pipelined, sequential):
+def test_steps_equal_hand_computed_steps(lengths, delay, sub_max, time_max, pipelined, sequential):
     assert grid.pipelined_steps(lengths, delay=delay, sub_max=sub_max, time_max=time_max) == pipelined
     assert grid.sequential_steps(lengths) == sequential
     assert grid.sequential_steps(lengths, separator=0) == sum(lengths) + 1
@@ -169,7 +169,7 @@ def test_steps_equal_algorithm_1_on_scripted_rows():
 
 @pytest.mark.parametrize("stop", ["empty_row", "literal"])
 def test_calls_equal_algorithm_1(stop):
-    """Time-steps without an open row need none; rows that never started do not count."""
+    """Time-steps without an open row need no call; rows that never started do not count."""
     rng = np.random.default_rng(2)
     fewer = 0
     for _ in range(300):

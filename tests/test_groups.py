@@ -90,7 +90,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("method", SETTINGS, ids=str)
-def test_answers_equal_algorithm_1(method: InGroups) -> None:
+def test_answers_with_groups_equal_algorithm_1(method: InGroups) -> None:
     """Rows see their group and group 0 alone; with prefixes and with drafts, in batches."""
     rng, changed = np.random.default_rng(3), 0
     for seed in range(2):
@@ -113,8 +113,8 @@ def test_answers_equal_algorithm_1(method: InGroups) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_that_sees_no_other_is_an_answer_of_its_own() -> None:
-    """With a group for each row and all rows at once: as the sequential decoder writes it after its prefix."""
+def test_isolated_row_equals_a_separate_answer() -> None:
+    """With a group for each row and all rows at once, a row equals the sequential answer after its prefix."""
     params = oracle.random_params(MORE_WORDS, np.random.default_rng(1), eos_scale=1.3)
     generator = Generator(Config(model=MORE_WORDS, method=InGroups(rows=3)), params, None)
     plain = Generator(Config(model=MORE_WORDS, decode=DecodeConfig(max_length=10)), params, None)
@@ -143,7 +143,7 @@ def test_rows_of_other_groups_do_not_limit_forced_tokens() -> None:
 
 @pytest.mark.parametrize("blocks", [None, Blocks(interpret=True)], ids=["arrays", "blocks"])
 def test_the_loss_equals_plain_python(blocks: Blocks | None) -> None:
-    """With attention by arrays of queries by keys, and with attention in blocks."""
+    """Attention is computed by arrays of queries by keys, and in blocks."""
     rng, params = np.random.default_rng(0), oracle.random_params(MORE_WORDS, np.random.default_rng(4))
     method, source = InGroups(delay=1, common=1, size=2), [5, 9, 7, 3, EOS]
     rows = [rng.integers(2, 12, n).tolist() for n in (2, 4, 3, 1)]
@@ -175,7 +175,7 @@ def test_the_loss_equals_plain_python(blocks: Blocks | None) -> None:
     assert abs(float(loss(None)[0]) - expected) > 1e-3
 
 
-def test_a_rule_knows_only_the_rows_that_a_query_sees() -> None:
+def test_rule_gets_only_the_rows_that_a_query_sees() -> None:
     strategy = Grouped(0, 9, 5, common=1, size=2)
     fed = [(row, 0, 0) for row in range(5)] + [(row, 1, 10 + row) for row in range(5)]
     seen = [GivenQueries.of_slot(strategy, row, 1, fed).above_length[0].tolist() for row in range(5)]

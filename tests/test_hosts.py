@@ -1,4 +1,4 @@
-"""The hosts that requests may ask for where no key is asked for."""
+"""The hosts that requests may name if no key is required."""
 
 import socket
 from typing import Any
@@ -79,7 +79,7 @@ def connect_with(engine: ScriptedEngine, hosts: list[str] | None, **more: Any) -
         (None, "gpu1.example", 200),
     ],
 )
-def test_hosts_that_are_allowed(engine: ScriptedEngine, names: list[str] | None, host: str, status: int) -> None:
+def test_configured_hosts_are_allowed(engine: ScriptedEngine, names: list[str] | None, host: str, status: int) -> None:
     assert connect_with(engine, names).get("/health", headers={"Host": host}).status_code == status
 
 
@@ -95,7 +95,7 @@ def test_allowed_origin_does_not_allow_host(engine: ScriptedEngine) -> None:
     assert client.get("/health", headers=forwarded).status_code == 421
 
 
-def test_a_request_without_a_host(engine: ScriptedEngine) -> None:
+def test_request_without_a_host_is_refused(engine: ScriptedEngine) -> None:
     with running(service(engine, hosts=[])) as port:
         assert ask(port, b"GET /health HTTP/1.0\r\n\r\n").status == 200  # no browser sends one
         assert ask(port, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n").status == 421
@@ -132,6 +132,6 @@ def test_host_header_is_checked_on_loopback_without_key(
 
 
 @pytest.mark.parametrize("name", ["https://a", "a:8000", "a/b", "a b", "", "[::1", "u@a"])
-def test_bad_names_of_hosts(name: str) -> None:
+def test_invalid_names_of_hosts_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"--allow-host: found .*; expected a name or an address without a port"):
         serve_command.main(["--checkpoint", "x", f"--allow-host={name}"])

@@ -1,4 +1,4 @@
-"""Models of the hub by name and revision, and its refusals in words: the hub's own client, and a hub that is here."""
+"""Models of the hub by name and revision, and refusals, with the hub's client and a local hub."""
 
 import hashlib
 import json
@@ -139,7 +139,7 @@ NotHere.AutoTokenizer = NotHere  # type: ignore[assignment]
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_recommend_a_command(name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, of a model and of a tokenizer; no status of HTTP alone."""
+    """One line, for a model and for a tokenizer, has more than a status of HTTP."""
     with pytest.raises(
         UserError, match=rf"^{name}: found neither a directory nor a reachable hub id \({REFUSED[name]}"
     ):
@@ -159,7 +159,7 @@ def test_other_failures_are_reported_unchanged(asked: list[str]) -> None:
     "revision, sha", [("", "a"), ("main", "a"), ("old", "b"), ("v1.0", "b"), ("refs/pr/1", "c"), ("b" * 40, "b")]
 )
 def test_each_revision_has_its_own_weights(revision: str, sha: str, asked: list[str], tmp_path: Path) -> None:
-    """In both spellings; its name is the model's."""
+    """Both spellings work, and the name is the model's."""
     assert convert(["from-hf", str(tmp_path / "hub" / (sha * 40)), str(tmp_path / "expected")]) == 0
     spelled = "some/t5" + f"@{revision}" * bool(revision)
     assert convert(["from-hf", spelled, str(tmp_path / "one")]) == 0

@@ -1,4 +1,4 @@
-"""Several steps in one iteration of a loop: answers, steps, pauses and state are those of one step in an iteration."""
+"""Several steps in one iteration of a loop give the answers, steps, pauses and states of one step in an iteration."""
 
 import dataclasses
 import re
@@ -251,7 +251,7 @@ GRID = Pipelined(delay=1, time_max=10, sub_max=4)
 
 
 def test_grid_with_a_growing_cache() -> None:
-    """A step that does not fit must not write: it would take slots that are used when a larger cache goes on."""
+    """A step that does not fit must not write, since a larger cache needs the slots."""
     seen = check(Setting(GRID, slots=(9,), steps=4), range(12))
     assert min(seen.values()) > 3, seen
 
@@ -276,13 +276,13 @@ def test_a_longer_iteration_leaves_room_for_one_step_more() -> None:
 
 
 def test_beams() -> None:
-    """Their first step asks one query of each example, and those after it more: they are taken in another loop."""
+    """The first step has one query for each example, and later steps have more: they have another loop."""
     seen = check(Setting(Beam(7, 3), 2, (4,), steps=7), range(6))
     assert seen["apart"] > 1 and seen["cut"] > 1, seen
 
 
 @pytest.mark.slow
-def test_answers_that_come_and_go() -> None:
+def test_running_batches_have_equal_answers() -> None:
     assert check_stream(Setting(GRID, 2, slots=(14,), steps=3), range(5)) > 25
 
 
@@ -325,7 +325,7 @@ def test_each_device_has_its_number_of_steps_in_an_iteration() -> None:
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_an_iteration_is_a_loop_of_known_length_that_chooses_no_cache(steps: int) -> None:
-    """One step is traced in each loop; the condition of the outer loops alone is asked."""
+    """One step is traced in each loop; only the outer loops have a condition."""
     setting = Setting(GRID, queries=(5,))
     given, slots = Given.draw(setting, 0), setting.sizes(steps).slots[-1]
     traced = stretch.trace(setting, steps, slots, given, None)
@@ -340,7 +340,7 @@ def test_an_iteration_is_a_loop_of_known_length_that_chooses_no_cache(steps: int
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "schema"])
 def test_a_t5_decodes_and_streams_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of a generator, log-probabilities among them, and the events of a stream, in caches that grow."""
+    """Records with log-probabilities, and events of a stream, are equal in caches that grow."""
     monkeypatch.setattr(programs, "SLOTS", (16, 4000))
     monkeypatch.setattr(programs, "QUERY_COUNTS", ())
     texts, runs = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1]], list[list[Any]]()

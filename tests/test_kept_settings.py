@@ -1,4 +1,4 @@
-"""A run as a Hugging Face directory and back: pipejax.json keeps its settings, README.md says how to decode it."""
+"""A run as a Hugging Face directory and back: pipejax.json has its settings, README.md describes decoding."""
 
 import json
 import re
@@ -122,8 +122,8 @@ def test_exported_files_hold_no_paths_and_secrets(in_rows: Path) -> None:
         assert str(in_rows.parent).encode() not in content, file
 
 
-def test_the_same_run_comes_back(in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Records, method and template; a second time there the same files are written."""
+def test_round_trip_keeps_the_run(in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records, method and template are equal; a second export writes the same files."""
     config, lines = followed(in_rows.with_name("hf"), tmp_path / "back", capsys)
     (line,) = lines
     assert line.startswith(f"{in_rows.with_name('hf')}/pipejax.json: followed for method (pipelined), grid, template")
@@ -144,7 +144,7 @@ def test_the_same_run_comes_back(in_rows: Path, tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 def test_transformers_writes_the_rows(in_rows: Path) -> None:
-    """As README.md has it, and the first row alone without the file; files that it does not know do not disturb it."""
+    """It follows README.md; without the file it writes the first row; files that it does not know have no effect."""
     directory = in_rows.with_name("hf")
     _, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info.values()), info
@@ -204,7 +204,7 @@ def test_the_card_names_the_data_of_its_scores(task: str, named: str | None) -> 
 
 
 def test_the_card_has_the_command_of_scores_of_another_decoder() -> None:
-    """They are in its table alone: the hub has no place for the command."""
+    """These scores are only in the table: the hub has no place for the command."""
     scores = {"task": "kp20k", "split": "test", "limit": 10, "beams": 4, "length_penalty": 1.0, "method": "sequential"}
     scores |= {"examples": 8, "metric": "spans", "em_f1": 71.2, "steps": 9.0}
     config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(method="pipelined"))
@@ -281,8 +281,8 @@ def test_settings_that_transformers_reads_otherwise_are_reported(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
-    """transformers writes its whole answer, with beams if it has some, and the card parts the rows."""
+def test_sequential_run_is_exported(beams: int, tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
+    """transformers writes its whole answer, with beams if it has them, and the code of the card splits the rows."""
     sections = {"train": {"method": "sequential"}, "decode": {"beams": beams, "length_penalty": 2.0}}
     run = run_of(tmp_path / "run", tokenizer_files, **sections, data={"source_template": "", "separator": " the "})
     huggingface.to_hf(run, tmp_path / "hf")
@@ -300,8 +300,8 @@ def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, cap
 
 
 @pytest.mark.slow
-def test_a_run_in_fewer_bytes(in_rows: Path, tmp_path: Path, capsys: Any) -> None:
-    """Its weights leave at their rounded values, which are rounded again where they are decoded."""
+def test_quantized_run_is_exported(in_rows: Path, tmp_path: Path, capsys: Any) -> None:
+    """Weights are exported at their rounded values, which are rounded again for decoding."""
     quantize(in_rows, tmp_path / "int8", weights="int8")
     huggingface.to_hf(tmp_path / "int8", tmp_path / "hf")
     config, _ = followed(tmp_path / "hf", tmp_path / "back", capsys)
@@ -310,7 +310,7 @@ def test_a_run_in_fewer_bytes(in_rows: Path, tmp_path: Path, capsys: Any) -> Non
 
 
 def test_a_converted_checkpoint_keeps_its_settings(there: Path, tmp_path: Path, capsys: Any) -> None:
-    """Never trained here: its decoder and its settings stay those of generation_config.json."""
+    """It was not trained here: its decoder and its settings are those of generation_config.json."""
     (there / "pipejax.json").unlink()
     settings = {"decoder_start_token_id": 0, "eos_token_id": 1, "num_beams": 2, "length_penalty": 0.5}
     (there / "generation_config.json").write_text(json.dumps(settings))
@@ -322,7 +322,7 @@ def test_a_converted_checkpoint_keeps_its_settings(there: Path, tmp_path: Path, 
     assert "was converted and not trained since" in (tmp_path / "again" / "README.md").read_text()
 
 
-def test_draws_and_named_rows_and_a_drafter(tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
+def test_sampling_named_rows_and_drafter_are_kept(tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
     names = ("small", "old")
     drawn = {"temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.25}
     run = run_of(tmp_path / "one", None, train={"method": "sequential"}, decode=drawn)

@@ -116,7 +116,7 @@ def below(power: float) -> float:
         pytest.param([(1, 10, 1)], id="a single key"),
     ],
 )
-def test_small_powers_count_with_their_own_values(
+def test_small_powers_weigh_their_own_values(
     attend: Callable[..., np.ndarray], levels: list[tuple[int, float, float]]
 ) -> None:
     head = by_level(*levels)
@@ -136,7 +136,7 @@ PEAKED = {
 def test_tails_of_a_peak_are_within_the_stated_error(
     attend: Callable[..., np.ndarray], levels: list[tuple[int, float, float]]
 ) -> None:
-    """Their numbers are the same in int8, so no more than powers and values are rounded."""
+    """Their numbers are equal in int8, so only powers and values are rounded."""
     head = by_level(*levels, width=16)
     off = np.abs(attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0)
     assert off.max() < ROUNDING
@@ -144,7 +144,7 @@ def test_tails_of_a_peak_are_within_the_stated_error(
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8, 12, 40, 100])
 def test_error_of_first_digits_is_within_stated_bound(attend: Callable[..., np.ndarray], steps: int) -> None:
-    """Powers are so many steps of 1/256 from whole numbers, up with one value and down with the other."""
+    """Powers differ from whole numbers by 1/256 steps, up for one value and down for the other."""
     up, down = below(1 + steps / 256), below(1 - steps / 256)
     head = by_level((1, 10, 0), (255, up, 1), (255, down, -1))
     off = np.abs(attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0)
@@ -217,7 +217,7 @@ def test_random_heads_are_within_the_stated_error(attend: Callable[..., np.ndarr
 
 
 def test_queries_computed_together_keep_their_own_digits(attend: Callable[..., np.ndarray]) -> None:
-    """Of six queries that are computed together some need a second digit, and each other powers."""
+    """Of six queries that are computed together, some need a second digit, and all have different powers."""
     queries, keys, values, bias = by_level((1, 10, 10), (255, 3.7, 10), (255, -40, -10))
     queries[:, 0] = np.resize([0, 1, 0.95, 0, 1.1, 0.9, 1.05], len(queries))
     head = queries, keys, values, bias
@@ -250,7 +250,7 @@ UNEVEN = pytest.mark.parametrize(
 
 
 @UNEVEN
-def test_a_channel_may_be_a_hundred_times_the_others(
+def test_channel_may_be_a_hundred_times_larger_than_others(
     attend: Callable[..., np.ndarray], changes: list[tuple[int, Any, float, float]]
 ) -> None:
     head = random()
@@ -262,10 +262,10 @@ def test_a_channel_may_be_a_hundred_times_the_others(
 
 @UNEVEN
 @pytest.mark.parametrize("count", [1, 7, 60])
-def test_a_channel_of_a_source_may_be_a_hundred_times_the_others(
+def test_channel_of_a_source_may_be_a_hundred_times_larger_than_others(
     look: Callable[..., np.ndarray], changes: list[tuple[int, Any, float, float]], count: int
 ) -> None:
-    """For any queries: the keys are laid out before the queries are known."""
+    """Keys are laid out before the queries are known."""
     head = random()
     for which, channel, factor, add in changes:
         spoil(head, which, slice(None), channel, factor, add)
@@ -281,14 +281,14 @@ def test_a_channel_of_a_source_may_be_a_hundred_times_the_others(
 def test_long_tail_of_source_is_attended(
     look: Callable[..., np.ndarray], length: int, depth: float, value: int
 ) -> None:
-    """For any number of keys in the tail, and any place of the peak."""
+    """The tail has any number of keys, and the peak is at any place."""
     queries, keys, values = np.zeros((2, 16)), np.zeros((length, 16)), np.ones((length, 16))
     queries[:, 0], keys[:, 0], keys[length // 3, 0], values[length // 3] = (1, 0.99), -depth, 0, value
     off = look(queries, keys, values) - softmax(queries, keys, values, np.zeros(length + 1))
     assert np.abs(off).max() < 1 / 127 + 1 / 254
 
 
-def test_a_token_of_a_source_may_be_a_hundred_times_the_others(look: Callable[..., np.ndarray]) -> None:
+def test_token_of_a_source_may_be_a_hundred_times_larger_than_others(look: Callable[..., np.ndarray]) -> None:
     queries, keys, values, _ = head = random()
     spoil(head, 1, 7, 3, 100.0)
     off = (look(queries, keys, values) - softmax(*head[:3], np.zeros(299))) / np.abs(values).max(axis=0)
@@ -303,8 +303,8 @@ def test_non_finite_source_values_reach_the_output(look: Callable[..., np.ndarra
     assert not np.isfinite(look(*head)[11, 3])
 
 
-def test_a_token_may_be_a_hundred_times_the_others(attend: Callable[..., np.ndarray]) -> None:
-    """Others keep their digits: a channel's size is that of most tokens, not of its largest number."""
+def test_token_may_be_a_hundred_times_larger_than_others(attend: Callable[..., np.ndarray]) -> None:
+    """Other tokens keep their digits: most tokens determine a channel's size, not its largest number."""
     head = random()
     spoil(head, 1, 7, 3, 100.0)
     off = ((attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0))[np.abs(head[0][:, 3]) < 0.05]

@@ -1,4 +1,4 @@
-"""Our own kernel: products equal NumPy's, decodes equal those without it, and its absence costs no more than a line."""
+"""The CPU kernel: products equal NumPy's, decodes equal decodes without it, and a missing kernel costs one line."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from support.trees import same_bits
 
 @pytest.fixture(scope="module")
 def level(kernel):
-    """The best that this processor can run; `test_each_level` has the others."""
+    """The best that this processor can run; `test_each_supported_level_agrees_with_the_reference` has the others."""
     return kernel
 
 
@@ -201,7 +201,7 @@ def test_the_encoder_equals_numpys_on_sources_of_several_blocks(level, shape):
 
 
 @pytest.mark.parametrize("weights", [pytest.param(x, marks=() if x == "int8" else pytest.mark.slow) for x in WEIGHTS])
-def test_a_source_that_is_not_finite_stays_so(level, weights):
+def test_non_finite_source_stays_non_finite(level, weights):
     """An infinite number in one token spoils its whole source, and no other source of the batch."""
     model, own, _, _ = made("silu", weights, level)
     params = jax.tree.map(jnp.asarray, oracle.random_params(model.config, np.random.default_rng(5)))
@@ -223,7 +223,7 @@ def test_a_source_that_is_not_finite_stays_so(level, weights):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "avx2" else pytest.mark.long) for name in HERE[1:]]
 )
-def test_each_level(name, kernel_cache, monkeypatch):
+def test_each_supported_level_agrees_with_the_reference(name, kernel_cache, monkeypatch):
     """The other kernels that this processor can run, as a processor without the best one would."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     monkeypatch.setenv(cpu_kernel.VARIABLE, name)
@@ -262,8 +262,8 @@ def test_a_pool_without_room_stops_no_team(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of an x86's compiler")
-def test_registers_of_four_numbers(kernel_cache, monkeypatch):
-    """As on ARM, and on an x86 without AVX."""
+def test_kernel_with_registers_of_four_numbers_equals_numpy(kernel_cache, monkeypatch):
+    """ARM, and x86 without AVX, have such registers."""
     plain = cpu_kernel.Level("plain", frozenset(), "-march=x86-64-v2", cpu_kernel.LEVELS[-1].reading)
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     monkeypatch.setattr(cpu_kernel, "LEVELS", (plain,))
@@ -275,7 +275,7 @@ def test_registers_of_four_numbers(kernel_cache, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++ here")
-def test_clang_compiles_it(level, tmp_path):
+def test_clang_compiles_the_kernel(level, tmp_path):
     assert not cpu_kernel.build(level, "clang++", tmp_path / "t5.so")
 
 
@@ -299,7 +299,7 @@ def answers(level, weights, columns, changed):
     ("different", "columns"), [(1, 40), (30, 40), (1500, 40), (5003, 40), (30, 3), (5003, 4), (30, 9)]
 )
 def test_first_of_equal_highest_logits_is_chosen(level, weights, different, columns):
-    """So many words of 5,003, again and again. The last panel is filled up with words whose logit is zero."""
+    """5,003 words have many equal logits. The last panel is filled up with words whose logit is zero."""
     logits, found = answers(level, weights, columns, lambda head: np.resize(head[:different], head.shape))
     np.testing.assert_array_equal(found, np.argmax(logits, axis=0))
     assert found.max() < different and (logits.max(axis=0) < 0).any() == (different == 1)
@@ -307,7 +307,7 @@ def test_first_of_equal_highest_logits_is_chosen(level, weights, different, colu
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("columns", [3, 5])
-def test_nan_of_a_word_reaches_the_output(level, weights, columns):
+def test_nan_in_a_row_of_the_head_reaches_the_output(level, weights, columns):
     def spoiled(head):
         head[1700] = np.nan
         return head
@@ -378,7 +378,7 @@ def test_error_names_a_missing_or_unknown_field():
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_matrix_in_panels(weights):
+def test_panels_contain_the_matrix(weights):
     """Outputs are filled up to whole panels."""
     rows = np.random.default_rng(0).standard_normal((50, 24)).astype(np.float32)
     table = {"embedding": jnp.asarray(rows)}
@@ -402,7 +402,7 @@ def test_int8_is_within_half_a_step_of_each_output():
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"d_model": 24}, {"feed_forward": "gated-gelu"}])
 def test_decodes_equal_decodes_without_the_kernel(kernel, kernel_cache, monkeypatch, changes):
-    """And where it does not fit, XLA decodes."""
+    """XLA decodes if the kernel does not support the model."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     config = dataclasses.replace(IN_BLOCKS, **changes)
     backend = fastest(config, jnp.float32)
@@ -474,7 +474,7 @@ def test_unknown_level_is_refused(monkeypatch):
 
 
 def test_file_writable_by_others_is_recompiled(tmp_path, monkeypatch):
-    """With any umask: the linker makes the file as open as the umask allows."""
+    """The umask has no effect, although the linker creates files with the permissions that it allows."""
     compiler, runs = tmp_path / "c++", tmp_path / "runs"
     compiler.write_text(
         f'#!/bin/sh\nfor last; do :; done\necho broken > "$last"\nchmod 777 "$last"\n'
@@ -519,7 +519,7 @@ def test_decoding_works_without_the_kernel(tmp_path, monkeypatch, variables, say
 
 
 def test_unloadable_kernel_is_not_used_and_recompiled(tmp_path, monkeypatch, said):
-    """A compiler that stops half-way, a disk that forbids programs."""
+    """Causes are an interrupted compiler, and a disk that forbids programs."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n')
     compiler.chmod(0o755)

@@ -56,7 +56,7 @@ KEYS = {*BASE, *(f"{key}_mean_doc" for key in BASE)}
         ("f", ["f", "z"], [*(f"x{i}" for i in range(300)), "z", "f"], (100 / 3, 100), (0, 200 / 302)),
     ],
 )
-def test_one_document(
+def test_scores_of_one_document_equal_hand_computed_scores(
     source: str, gold: list[str], predicted: list[str], present: tuple[float, float], absent: tuple[float, float]
 ) -> None:
     result = score([source], [gold], [predicted])
@@ -73,7 +73,7 @@ def test_the_two_averages_differ() -> None:
     assert result["present_f1@M_mean_doc"] == pytest.approx(100 * (2 / 3 + 2 / 3 + 0) / 3)
 
 
-def test_shapes() -> None:
+def test_scores_have_the_documented_keys() -> None:
     with pytest.raises(ValueError, match="got 2, 2 and 1"):
         score(["a", "b"], [["x"], ["y"]], [["x"]])
     with pytest.raises(ValueError, match="got 1, 2 and 2"):

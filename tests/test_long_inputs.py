@@ -44,7 +44,7 @@ def test_names_of_columns_may_be_long(tmp_path: Path, name: str, delimiter: str)
     assert record == {name.strip('"'): "1", "source": "two"}
 
 
-def test_many_columns(tmp_path: Path) -> None:
+def test_many_columns_are_accepted(tmp_path: Path) -> None:
     file, names = tmp_path / "a.csv", [f"c{i}" for i in range(200_000)]
     file.write_text(",".join(names) + "\n" + ",".join(["1"] * 200_000) + "\n1,2\n")
     rows = read_records(file)
@@ -60,7 +60,7 @@ def test_many_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["," * 10**6, ",".join(["same"] * 10**5), "a" * 200_000 + "," + "a" * 200_000])
-def test_bad_names_of_many_columns(tmp_path: Path, line: str) -> None:
+def test_invalid_names_of_many_columns_are_refused_in_one_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "a.csv"
     file.write_text(f"{line}\n1,2\n")
     with pytest.raises(UserError, match=r"a.csv:1: found the column names ") as told:
@@ -118,7 +118,7 @@ def test_panic_of_a_tokenizer_is_a_user_error(generator: Generator) -> None:
 
 @pytest.mark.parametrize("method", ["encode", "decode"])
 def test_other_failures_of_the_library(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """It raises `Exception` itself, with a message; an interruption stays one."""
+    """The library raises `Exception` itself, with a message; an interruption is not changed."""
     made = panicking()
 
     class Failing:
@@ -214,7 +214,7 @@ def test_too_little_address_space_gives_one_line(kib: int) -> None:
     assert done.returncode == 2 and line.startswith(f"error: ulimit -v: found {kib} KiB of address space; expected")
 
 
-def test_enough_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sufficient_address_space_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     for allowed in (environment.MEMORY, resource.RLIM_INFINITY, 2**40):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, allowed))
         environment.check_memory()

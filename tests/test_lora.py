@@ -123,7 +123,7 @@ def test_only_factors_change_and_have_moments_on_every_mesh(arrays):
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_whole_weights_and_ends_as_such(whole, tmp_path):
+def test_run_starts_and_ends_with_whole_weights(whole, tmp_path):
     settings = {"init_from": str(whole), "lora_rank": RANK, "learning_rate": 1e-2, "steps": 4}
     settings |= {"evaluate_every": 100, "evaluate_examples": 1, "checkpoint_every": 100}
     config = dataclasses.replace(change(CONFIG, train=settings), model=None)
@@ -154,7 +154,7 @@ def test_decoding_merges_factors():
 
 
 @pytest.mark.slow
-def test_adafactor_moves_factors_that_begin_as_zero(arrays):
+def test_adafactor_updates_factors_that_start_at_zero(arrays):
     config = change(STEP_CONFIG, train={"lora_rank": RANK, "optimizer": "adafactor", "learning_rate": 1e-3})
     config = change(config, train={"warmup_steps": 1})
     trainer = Trainer(config)

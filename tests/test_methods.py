@@ -1,4 +1,4 @@
-"""Custom methods have all abilities of ours, or are refused in one line."""
+"""Custom methods have all abilities of pipejax's methods, or refuse in one line."""
 
 import collections
 import dataclasses
@@ -104,7 +104,7 @@ def generator() -> Generator:
 
 
 def test_answers_and_scores_equal_plain_python(generator: Generator) -> None:
-    """Log-probabilities, too, stand where the strategy says that a row begins."""
+    """The strategy defines where a row begins, also for log-probabilities."""
     texts, seen = sources(30), set[int]()
     for size in (1, 4):
         for text, record in zip(texts, generator.decode(texts, batch_size=size), strict=True):
@@ -163,7 +163,7 @@ def test_unsupported_settings_are_refused(generator: Generator, setting: dict[st
 
 
 def test_repeated_rows_are_left_out_with_any_method(generator: Generator, caplog: pytest.LogCaptureFixture) -> None:
-    """One line says that the answer does not end earlier."""
+    """One line reports that the answer does not end earlier."""
     given = [[token, other, 1] for token in range(2, 9) for other in range(2, 7)]
     plain, unique = generator.decode(given), generator.decode(given, unique_rows=True)
     for one, other in zip(plain, unique, strict=True):
@@ -192,7 +192,7 @@ class Modest(Staggered):
     ],
 )
 def test_unsupported_request_is_refused(more: dict[str, Any], line: str) -> None:
-    """The error names the setting that the method does not support, and invalid settings of any method at once."""
+    """The error names the setting; settings that are invalid for any method are refused immediately."""
     made = Generator(Config(model=FEW_WORDS, method=Modest(width=5), grid=GridConfig(delay=0)), PARAMS, None)
     engine = Engine(made, places=1, queue=1)
     limits = app.Limits(body=4000, seconds=20, answers=1)
@@ -206,7 +206,7 @@ def test_unsupported_request_is_refused(more: dict[str, Any], line: str) -> None
 
 
 def test_model_list_works_with_any_settings() -> None:
-    """The methods that can be served; an engine would refuse these settings before the server starts."""
+    """The list has the methods that can be served; an engine would refuse these settings before the server starts."""
     made = Generator(change(CONFIG, decode={"beams": 2, "scores": False}), PARAMS, None)
     limits = app.Limits(body=4000, seconds=20, answers=1)
     engine: Any = ScriptedEngine(made)
@@ -217,8 +217,8 @@ def test_model_list_works_with_any_settings() -> None:
     assert methods.methods_with(CONFIG, "serve").keys() == {"pipelined", "sequential", "staggered"}
 
 
-def test_a_row_that_its_width_cuts_has_no_end(generator: Generator) -> None:
-    """Others have: they end by its token."""
+def test_row_truncated_by_its_width_has_no_end(generator: Generator) -> None:
+    """Other rows end with their end token."""
     cut = 0
     for text in sources(20):
         *events, record = generator.stream_rows(text)
@@ -360,7 +360,7 @@ def farther(cells: Any) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_custom_positions_decode_and_train() -> None:
-    """By the fast decoder, with drafts, and in the loss of training: all as plain lists say."""
+    """The fast decoder, drafts, and the loss of training all equal plain lists."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(4))
     generator = Generator(Config(model=FEW_WORDS, method=RowsApart()), params, None)
     texts, others = sources(8), 0
@@ -386,7 +386,7 @@ def test_custom_positions_decode_and_train() -> None:
 
 @pytest.mark.slow
 def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
-    """A run has its method wherever it is opened; a stopped and resumed run has the same weights."""
+    """The run has its method wherever it is opened; a resumed run has the weights of an uninterrupted run."""
     whole = pipejax.fit(RUN, tmp_path / "whole")
     half = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, steps=2))
     pipejax.fit(half, tmp_path / "half")
@@ -473,8 +473,8 @@ def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return saved / "run"
 
 
-def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
-    """The caller may import it; operations that need no class work without."""
+def test_opening_a_run_imports_no_code(run: Path, tmp_path: Path) -> None:
+    """The caller may import the class; operations without the class work."""
     places = [*sys.path]
     with pytest.raises(UserError, match=r"^method: found brought:Brought, with which .* --set method=brought:Brought"):
         pipejax.load(run)
@@ -509,7 +509,7 @@ def test_named_class_takes_the_settings_of_the_run(
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_changed_method_settings_are_logged_once(run: Path, caplog: pytest.LogCaptureFixture, by_name: bool) -> None:
-    """In a line for each setting that is another, and once."""
+    """There is one line for each changed setting."""
     if by_name:
         other = pipejax.load(run, overrides=[BROUGHT, "method.rows=4"])
     else:
@@ -521,7 +521,7 @@ def test_changed_method_settings_are_logged_once(run: Path, caplog: pytest.LogCa
 
 
 def test_changed_method_class_is_logged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Settings of equal name are compared without the class; no line is about the other method."""
+    """Settings of equal names are compared without the class; there is no line about the other method."""
     assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("these weights were trained with the brought:Brought method; staggered decoding will")
@@ -624,7 +624,7 @@ def test_export_of_a_custom_method_records_its_class(run: Path, tmp_path: Path) 
 
 
 def test_converted_run_records_its_method(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without statements that hold for our rows only. The class is not needed."""
+    """The files have no statements that hold only for pipejax's rows. The class is not needed."""
     huggingface.to_hf(run, tmp_path / "hf")
     assert "transformers' generate does not support brought:Brought decoding" in capsys.readouterr().err
     card = (tmp_path / "hf" / "README.md").read_text()
@@ -658,8 +658,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return config_lib.override(dataclasses.replace(RUN, method=None), [f"method={name}", "method.delay=2"])
 
 
-def test_the_method_of_the_page_writes_rows_turned_round(page: Config) -> None:
-    """In training and in decoding it is ours for the same rows in the other order."""
+def test_method_of_the_page_writes_reversed_rows(page: Config) -> None:
+    """In training and decoding it equals pipejax's method for the same rows in reverse order."""
     config = page
     tokenizer = demo.DemoTask().tokenizer()
     for example in demo.examples("train")[:20]:

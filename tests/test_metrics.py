@@ -1,4 +1,4 @@
-"""The door to the metrics: the command on files, and the metric that evaluation and training take."""
+"""The metrics command on files, and the metrics of evaluation and training."""
 
 import json
 import subprocess
@@ -113,7 +113,7 @@ GOOD = {"id": "x", "source": "", "gold": [], "pred": []}
         ([], ":", "found no lines; expected at least one document"),
     ],
 )
-def test_bad_lines(tmp_path, capfd, lines, place, words) -> None:
+def test_invalid_lines_are_refused(tmp_path, capfd, lines, place, words) -> None:
     path = write(tmp_path / "f.jsonl", lines)
     with pytest.raises(UserError) as error:
         command.main(["keyphrases", str(path)])
@@ -122,14 +122,14 @@ def test_bad_lines(tmp_path, capfd, lines, place, words) -> None:
     assert capfd.readouterr().out == ""
 
 
-def test_bad_bytes(tmp_path) -> None:
+def test_invalid_bytes_are_refused(tmp_path) -> None:
     path = tmp_path / "f.jsonl"
     path.write_bytes(b'{"gold": [], "pred": ["caf\xe9"]}\n')
     with pytest.raises(UserError, match=r"f\.jsonl:1: found byte 0xe9 at column 27; expected UTF-8"):
         command.main(["spans", str(path)])
 
 
-def test_unknown_metric(tmp_path) -> None:
+def test_unknown_metric_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"^metric: found 'bleu'; expected one of exact, exact_caseless, spans, "):
         command.main(["bleu", str(tmp_path)])
     with pytest.raises(ValueError, match=r"expected one of exact, .*, rouge, rouge_score; got 'bleu'"):
@@ -147,7 +147,7 @@ def test_every_metric_of_the_config_has_a_headline_among_its_scores() -> None:
     assert sum(done) == len(metrics.HEADLINES) * len(DOCUMENTS)
 
 
-def test_a_task_names_its_metric() -> None:
+def test_task_has_its_metric() -> None:
     assert {task: make_task(DataConfig(task=task, rows="sentences")).metric for task in TASKS} == {
         **dict.fromkeys(("demo", "demo_long", "jsonl", "csv"), "exact"),
         "msqa": "spans",
@@ -180,7 +180,7 @@ EXAMPLES = [Example(str(i), d["source"], tuple(d["gold"])) for i, d in enumerate
 
 @pytest.mark.parametrize("name", list(metrics.HEADLINES))
 def test_evaluation_scores_by_the_metric(name) -> None:
-    """A row without a text is no prediction."""
+    """Rows without text are no predictions."""
     expected = metrics.score(name, SOURCES, GOLD, [[row for row in rows if row.strip()] for rows in PREDICTED])
     by_config: Any = Canned(DataConfig(task="demo", metric=name), PREDICTED)
     by_argument: Any = Canned(DataConfig(task="demo"), PREDICTED)
@@ -190,8 +190,8 @@ def test_evaluation_scores_by_the_metric(name) -> None:
 
 
 @pytest.mark.slow
-def test_the_headline_picks_the_best(tmp_path, monkeypatch, said) -> None:
-    """In a training run whose second evaluation has the highest ROUGE-Lsum and the lowest other scores."""
+def test_main_score_selects_the_best_step(tmp_path, monkeypatch, said) -> None:
+    """The second evaluation of a run has the highest ROUGE-Lsum and the lowest other scores."""
     headlines = iter([10.0, 30.0, 20.0])
 
     def scripted(name: str, *rest: Any) -> dict[str, float]:
@@ -231,7 +231,7 @@ def evaluations(*metric_and_score: tuple[str, float]) -> list[dict[str, Any]]:
     ],
 )
 def test_scores_by_a_former_default_are_not_compared(said, lines, kept, highest, without_better) -> None:
-    """A run resumed from a version with another default metric: best/ was chosen by scores of another scale."""
+    """A run is resumed from a version with another default metric, whose scores chose best/ on another scale."""
     directory: Any = SimpleNamespace(logged=lambda event: lines)
     best: Any = SimpleNamespace(score=(95.0, -1.0))
     unused: Any = None
