@@ -257,7 +257,7 @@ def addresses(tree: Any) -> list[int]:
 
 @pytest.mark.slow
 def test_results_keep_their_addresses(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results of the encoder and of the first program: in a greedy decode only the source has a new address."""
+    """Results of the encoder and of the first program keep them; a greedy decode moves only the source."""
     made = generator(devices=jax.devices()[:2])
     made.programs.configurations.fixed = DEFAULT
     texts = SOURCES[:2] * 2

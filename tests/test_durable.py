@@ -342,7 +342,7 @@ def descriptor_of(handle):
 
 @pytest.mark.parametrize("same", [False, True])
 def test_step_with_unsynced_name_is_saved_and_replaces_nothing(tmp_path, monkeypatch, same, said):
-    """What is said to be saved is there, and what it would replace is there as well, until the disk has taken it."""
+    """The reported step exists, and so does the step that it would replace, until the disk has synced it."""
     save(tmp_path, 4, keep=1)
     store = Store(tmp_path, keep=1, writable=True)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Forced tokens, such as row names, enter in one call: the answers are the same, in the calls of the wavefront rule."""
+"""Forced tokens, such as names of rows, are fed in one call; answers do not change, and calls follow the wavefront."""
 
 from typing import Any
 

@@ -57,7 +57,7 @@ def poisoned(monkeypatch, numbers):
     monkeypatch.setattr(batches.TrainingBatches, "__getitem__", get)
 
 
-def test_laps_add_up():
+def test_times_of_laps_add_up():
     clock, begun = Clock(), time.perf_counter()
     for _ in range(2):
         with clock("data"):
@@ -102,7 +102,7 @@ def test_cuts_and_losses_of_examples_are_logged_once(tmp_path, tokenizer_files, 
 
 
 def test_texts_changed_by_the_tokenizer_are_reported_at_the_start(tokenizer, said):
-    """With the number among the sampled examples, and the first in their random order."""
+    """The line has their number among the sampled examples, and the first of them in random order."""
     rows = [("sang",), ("sang", "the ~ slept ."), ("</s>",), ()]
     examples = [Example(f"e{i}", "the  baker" if i % 10 else "the {", rows[i % 4], f"a.jsonl:{i}") for i in range(40)]
     warn_of_examples(examples, tokenizer, CONFIG)
@@ -144,7 +144,7 @@ def test_texts_changed_by_the_tokenizer_are_reported_at_the_start(tokenizer, sai
     ],
 )
 def test_rows_with_the_separator_are_reported_at_the_start(separator, rows, change_of, said):
-    """For answers in one piece alone, as on the grid a row is a row."""
+    """This applies only to answers in one piece: on the grid a row is a row."""
     tokenizer = schemas.tokenizer(normalizers.NFKC())
     examples = [Example(str(i), "the baker", rows if i == 3 else ("baker", "clerk"), f"a.jsonl:{i}") for i in range(8)]
     for objective in ("sequential", "pipelined"):
@@ -160,7 +160,7 @@ def test_rows_with_the_separator_are_reported_at_the_start(separator, rows, chan
 
 @pytest.mark.slow
 def test_large_batches_of_few_examples(tokenizer, monkeypatch):
-    """Each example is encoded once, however often a draw has it; and the choice of shapes looks at a bounded number."""
+    """Each example is encoded once, although a draw has it repeatedly; the choice of shapes reads a bounded number."""
     seen, looked, encode, order = Counter(), [], batches.encode_example, Shapes.order
 
     def counted(example, *more):
@@ -180,7 +180,7 @@ def test_large_batches_of_few_examples(tokenizer, monkeypatch):
 
 
 def test_examples_without_an_answer_may_be_left_out_or_refused(tmp_path, tokenizer_files, said):
-    """Before anything compiles, and before anything is written."""
+    """The refusal comes before compilation, and before any file is written."""
     examples = [Example(str(i), "the baker sang .", ("sang",) if i % 3 else ("</s>",)) for i in range(16)]
     config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "empty_targets": "refuse"})
     with pytest.raises(UserError, match=r"^example 0: found no answer .6 of 16 training examples have no answer"):
@@ -274,7 +274,7 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
 
 @pytest.mark.parametrize("count, expected", [(0, []), (2, [("begins", 5), ("ends", 7)]), (9, [("begins", 5)])])
 def test_profile_covers_requested_steps_from_the_third(monkeypatch, tmp_path, count, expected):
-    """In a run resumed at step 3; steps are counted when they are made."""
+    """In a run resumed at step 3, steps are counted when they are made."""
     seen = []
 
     @contextlib.contextmanager
@@ -303,7 +303,7 @@ def test_profile_covers_requested_steps_from_the_third(monkeypatch, tmp_path, co
 
 
 def test_an_evaluation_shows_its_first_documents(monkeypatch):
-    """What was predicted and expected, a line each; in the log all rows."""
+    """Predicted and expected rows have a line each; the log has all rows."""
     made, lines, logged = examiner.Examiner.__new__(examiner.Examiner), [], []
     rows = [["a"] * 9, [], ["b"], ["c"]]
     made.examples = [Example(str(i), "s", tuple(gold)) for i, gold in enumerate([["x"], ["y"], [], ["z"]])]
@@ -326,7 +326,7 @@ def test_an_evaluation_shows_its_first_documents(monkeypatch):
     assert [sample["predicted"] for sample in logged[0]["samples"]] == rows[:3]
 
 
-def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):
+def test_last_loss_is_shown_without_a_terminal(capsys):
     progress = Progress("training", 3, unit="step", every=0.0)
     progress.add(1, "loss 2.0")
     progress.add(1)
@@ -379,7 +379,7 @@ def test_long_side_work_reports_that_it_continues(capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines() == ["training: compiling again, 0 s the last time"]
 
 
-def test_work_aside_shows_how_far_it_is(capsys, monkeypatch):
+def test_side_work_shows_its_progress(capsys, monkeypatch):
     progress, waits, steps = Progress("training", 3, unit="step", every=0.0), [], queue.Queue()
     real, asked = threading.Event.wait, 1
 
@@ -407,7 +407,7 @@ def test_work_aside_shows_how_far_it_is(capsys, monkeypatch):
     ]
 
 
-def test_a_bar_shows_how_far_work_aside_is():
+def test_bar_shows_the_progress_of_side_work():
     progress, shown = Progress("training", 3, unit="step", shown=False), []
     progress.bar = types.SimpleNamespace(set_postfix_str=shown.append, start_t=0.0, last_print_t=0.0)
     with progress.aside("evaluating", "8 examples") as reach:
@@ -424,7 +424,7 @@ def test_a_bar_shows_how_far_work_aside_is():
     ],
 )
 def test_an_evaluation_counts_its_answers(monkeypatch, processes, ticks, expected):
-    """All processes decode as many at a time, and each all of the rest."""
+    """All processes decode equal numbers at a time, and each decodes all of the rest."""
     made, reached = examiner.Examiner.__new__(examiner.Examiner), []
     made.examples, made.config = [Example(str(i), "s", ()) for i in range(5)], CONFIG
     programs = types.SimpleNamespace(set_params=lambda params: None, forget_params=lambda: None)
@@ -471,7 +471,7 @@ def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_mlflow_receives_log_numbers_and_resumes_its_run(tmp_path, monkeypatch):
-    """A board in memory, with MLflow's functions and their arguments."""
+    """The board is in memory, with MLflow's functions and arguments."""
     runs, logged, under_way = dict[str, dict[str, str]](), list[tuple[str, int, set[str]]](), list[str]()
 
     def search_runs(*, filter_string, output_format, max_results):
@@ -535,7 +535,7 @@ def begin_from(monkeypatch, place, metadata):
 
 
 def test_resumed_run_keeps_its_id_and_a_new_run_gets_a_new_id(tmp_path, monkeypatch):
-    """In any directory: a moved run resumes, and a new run begins in its old place."""
+    """The directory has no effect: a moved run resumes, and a new run starts in its old place."""
     first, other = (begin_from(monkeypatch, tmp_path / "run", None) for _ in range(2))
     assert first.run != other.run and re.fullmatch(r"[0-9a-f]{16}", first.run)
     for name in ("run", "moved"):
@@ -592,7 +592,7 @@ LINE = {"event": "evaluation", "step": 3, "dev_loss": 2.0, "present_f1@5": 1.0, 
 
 @pytest.mark.parametrize("name", list(config_lib.METRICS))
 def test_names_of_scores_are_valid_for_all_trackers(boards, name):
-    """MLflow: letters, digits and _-./: and spaces; TensorBoard: no space or colon; W&B: no dot or dash."""
+    """MLflow allows letters, digits and _-./: and spaces, TensorBoard no space or colon, W&B no dot or dash."""
     opening, _ = boards
     scores = scores_of(name, ["x"], [["x"]], [["x"]])
     taken: list[dict[str, float]] = []
@@ -609,7 +609,7 @@ def test_names_for_trackers_are_escaped():
 
 @pytest.mark.parametrize("bad", ["dev_loss", "steps", "present_f1_at_5", "dev_loss, steps", "present_f1_at_5, steps"])
 def test_value_refused_by_a_tracker_does_not_prevent_other_values(boards, said, bad):
-    """Nor do two, if one before the second of them is taken."""
+    """Two refused values do not either, if a value between them is accepted."""
     opening, _ = boards
     taken: list[dict[str, float]] = []
     lost = [f"evaluation/{name}" for name in bad.split(", ")]
@@ -686,8 +686,8 @@ def test_tracker_that_cannot_start_raises_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_logged_rate_is_the_one_that_was_used(tmp_path, monkeypatch):
-    """A step that is left out does not advance the schedule."""
+def test_logged_rate_equals_the_used_rate(tmp_path, monkeypatch):
+    """A skipped step does not advance the schedule."""
     poisoned(monkeypatch, {1})
     config = change(CONFIG, train={"schedule": "linear", "warmup_steps": 1, "learning_rate": 1.0, "clip_norm": 1e-9})
     fit(config, tmp_path / "run")
@@ -719,7 +719,7 @@ def test_stop_after_a_failed_save_saves_again(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_best_step_of_a_lost_run_is_kept_aside(tmp_path, said):
-    """Without a good checkpoint it is another run: its tokenizer and its best are its own."""
+    """Without an intact checkpoint it is another run, with another tokenizer and best step."""
     fit(CONFIG, tmp_path / "run")
     for path in (tmp_path / "run/checkpoints").iterdir():
         shutil.rmtree(path)

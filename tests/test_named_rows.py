@@ -99,7 +99,7 @@ def asked(count, seed, *, all_begin):
     ],
 )
 def test_requested_rows_equal_algorithm_1(setting, native, request):
-    """Examples of a batch have different rows and prefixes; by XLA and by our kernel, with drafts or without."""
+    """Examples of a batch have different rows and prefixes, with XLA and the CPU kernel, with drafts and without."""
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
     cut = saved = 0
     for seed in range(3):
@@ -122,7 +122,7 @@ def test_requested_rows_equal_algorithm_1(setting, native, request):
     assert 0 < cut < 24 and saved > 24
 
 
-def test_without_prefixes_rows_that_start_at_once_begin_alike():
+def test_rows_that_start_together_without_prefixes_are_equal():
     """Therefore they are refused: for equal tokens attention gives equal results with any weights."""
     firsts = set()
     for seed in range(3):
@@ -141,7 +141,7 @@ def test_number_of_prefixes_is_the_number_of_rows():
 
 
 @pytest.mark.slow
-def test_so_many_rows_by_the_literal_stop():
+def test_literal_stop_gives_the_requested_number_of_rows():
     """With the literal stop, rows start after an empty row too."""
     made, _ = generator(delay=1, time_max=20, stop="literal")
     rng = np.random.default_rng(1)
@@ -177,7 +177,7 @@ def test_row_names_of_the_grid_begin_every_answer(named, tokenizer, delay):
 
 
 def test_score_covers_the_named_rows_only(tokenizer):
-    """However many rows the grid could have."""
+    """The grid could have more rows."""
     found = []
     for sub_max in (3, 6):
         made, _ = generator(MODEL, tokenizer=tokenizer, row_names=NAMES, sub_max=sub_max, decode={"scores": True})
@@ -293,7 +293,7 @@ ROWS = ("small red apples", "old", "the baker sang near the river")
 TRAINED = change(RUN_ON_ONE, grid={"delay": 0, "row_names": NAMES}, data={"task": "jsonl"})
 
 
-def test_a_target_is_its_names_side_by_side(tokenizer):
+def test_target_has_the_names_at_equal_times(tokenizer):
     flat = encode_example(Example("1", "the clerk slept .", ROWS), tokenizer, TRAINED, MODEL).target
     rows = [tokenizer.encode(row) for row in ROWS]
     for i, row in enumerate(rows):
@@ -324,7 +324,7 @@ def test_targets_without_the_row_names_are_refused(tokenizer, rows, words):
 
 
 def test_refused_example_is_named_and_lost_characters_are_logged(tokenizer, caplog):
-    """Ids come from anywhere; a line can be looked up."""
+    """Ids come from any source; the number of a line can be looked up."""
     with pytest.raises(UserError, match=r"^train\.jsonl:3: found 2 rows; expected 3"):
         encode_example(Example("7", "the clerk slept .", ROWS[:2], "train.jsonl:3"), tokenizer, TRAINED, MODEL)
     assert not caplog.records
@@ -346,8 +346,8 @@ def test_training_rows_at_once_needs_their_names(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_are_named_that_begin_in_time(tmp_path):
-    """Refused before a training, not by its first evaluation."""
+def test_only_rows_that_begin_in_time_are_named(tmp_path):
+    """The refusal comes before a training, and not from its first evaluation."""
     grid = {"delay": 10, "time_max": 20}
     with pytest.raises(UserError, match=r"^grid\.row_names: found 3; expected at most 2, the number of rows"):
         fit(change(TRAINED, grid=grid), tmp_path / "run")

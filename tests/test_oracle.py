@@ -1,4 +1,4 @@
-"""The oracle against facts drawn by hand and against an independent T5: who checks the checker."""
+"""The oracle is compared with facts by hand and with an independent T5."""
 
 import types
 from typing import Any
@@ -120,14 +120,14 @@ def test_a_row_that_starts_after_all_others_ended() -> None:
         ([[0], [A, 0, 0]], {}, [[0], [A, 0, 0]], 5, None),
     ],
 )
-def test_stopping_and_truncation(
+def test_stop_rules_and_truncation_equal_hand_computed_results(
     targets: list[list[int]], settings: dict[str, Any], rows: list[list[int]], steps: int, truncated: str | None
 ) -> None:
     result = scripted(targets, **settings)
     assert (result.rows, result.steps, result.truncated) == (rows, steps, truncated)
 
 
-def test_steps_formula() -> None:
+def test_formula_of_steps_equals_algorithm_1() -> None:
     assert oracle.pipelined_steps([3, 2], 1, 20, 50) == 4
     assert oracle.pipelined_steps([1, 2], 3, 20, 50) == 7
     assert oracle.pipelined_steps([1, 1], 3, 2, 50) == 5  # no empty row any more
@@ -174,7 +174,7 @@ def test_figure_3b_mask_and_distances() -> None:
     }
 
 
-def test_times_with_a_delay() -> None:
+def test_times_of_rows_follow_the_delay() -> None:
     cells = oracle.coordinates([[0, A, 1], [0, B]], delay=3)
     assert cells == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
     assert oracle.visibility(cells)[3] == [True, True, True, True, False]  # the eos of the ended row is a key
@@ -182,7 +182,7 @@ def test_times_with_a_delay() -> None:
 
 
 def test_teacher_forcing_follows_decoding() -> None:
-    """What was decoded greedily is, target by target, the most likely token under teacher forcing."""
+    """Each greedily decoded token is the most likely token under teacher forcing."""
     config = tiny_config()
     checked = 0
     for seed in range(40):
@@ -237,7 +237,7 @@ def test_one_row_is_the_sequential_decoder() -> None:
 
 
 def test_random_models_vary() -> None:
-    """The suite's comparisons mean little if random models say one token for ever or nothing."""
+    """The suite's comparisons mean little if random models repeat one token or write nothing."""
     truncated, lengths, said, constant, long = set(), [], set(), 0, 0
     for seed in range(60):
         rng = np.random.default_rng(seed)

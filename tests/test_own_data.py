@@ -115,8 +115,8 @@ TWO = [Example("2", "Ice: It; \nthaws", ("a", "b")), Example("4", "Fire: burns",
         ("a.csv", 'id,title,text,tags\n,Ice,"It; \nthaws",a|b\n ,Fire,burns,\n', ""),
     ],
 )
-def test_tables(pack, name, content, told, tmp_path, said):
-    """Told by their names or the task, packed or not; what parts the columns is found."""
+def test_tables_are_read(pack, name, content, told, tmp_path, said):
+    """Names or the task tell the format, packed or not; the delimiter is detected."""
     path = tmp_path / name
     path.write_bytes(pack(content.encode()))
     settings = {"task": "csv" if name.endswith("txt") else "jsonl", "csv_quotes": "quote" if "TSV" in name else "auto"}
@@ -177,7 +177,7 @@ def test_files_that_are_no_text_in_utf_8(name, content, words, tmp_path):
 
 
 def test_some_records_may_have_empty_fields(tmp_path):
-    """Null, not a number, blank, or no field at all; but some record has each field, and each record some text."""
+    """Fields are null, no number, blank or absent; but some record has each field, and each record has some text."""
     values = [{"title": None, "text": "a"}, {"text": "b"}, {"title": " \t", "text": "c"}, {"title": "T", "text": ""}]
     settings = {"source_template": "{title}: {text}", "targets": "tags"}
     good = [{**value, "tags": []} for value in values]
@@ -219,7 +219,10 @@ BAD = [
 
 
 def test_bad_lines_are_skipped_and_reported(tmp_path, said):
-    """The first ten with their places, then the count; good ones keep their numbers. By default the first ends it."""
+    """The first ten are reported with their places, then the count; good lines keep their numbers.
+
+    By default the first is an error.
+    """
     good = b'{"id": "first", "source": "a", "targets": []}'
     bad = [line for line, _ in BAD] + [b"{"] * 4
     content = b"\n".join([good, *bad, b"", b'{"source": "z", "targets": ["y"]}'])
@@ -237,7 +240,7 @@ def test_bad_lines_are_skipped_and_reported(tmp_path, said):
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_line_without_an_end_raises_one_line(tmp_path, monkeypatch, pack):
-    """A line as long as the bound is read; a byte more, and nothing of it is taken for a record."""
+    """A line as long as the bound is read; of a longer line, no part becomes a record."""
     monkeypatch.setattr(lines, "LONGEST", 1 << 20)
     file, record = tmp_path / "x.jsonl", b'{"source": "a", "targets": []}'
     for spaces, refused in ((1 << 20, False), ((1 << 20) + 1, True)):
@@ -313,7 +316,7 @@ STRAY = {"n14": ["r14", '"Yes," she said', "x"], "n1990": ["r1990", 'he said "no
 @pytest.mark.parametrize("stray", [STRAY, {"n7": ["r7", '"never closed', "x"]}, {"n9": ["r9", '12"', '"/"']}])
 @pytest.mark.parametrize("name, quotes", [("a.tsv", "auto"), ("A.TSV", "letters"), ("a.csv", "letters")])
 def test_quotes_are_text_in_a_tsv(name, quotes, stray, pack, tmp_path, said):
-    """Each line is a row, and its cells are the parts between its tabs; in CSV if a setting says so."""
+    """Each line is a row, and its cells are the parts between tabs; in CSV only if a setting says so."""
     lines = [x for x in table("\t", **stray) if quotes == "auto" or "," not in x]
     path = tmp_path / (name + (".gz" if pack is gzip.compress else ""))
     path.write_bytes(pack("\r\n".join(lines).encode()))
@@ -338,7 +341,7 @@ def test_quotes_are_text_in_a_tsv(name, quotes, stray, pack, tmp_path, said):
     ],
 )
 def test_rows_that_are_lost_in_a_quote_are_refused(first, last, between, tmp_path):
-    """Two stray quotes take the rows between them for one cell, `skip_bad` or not; two settings say it is right."""
+    """Two stray quotes make a cell of the rows between them, `skip_bad` or not; two settings accept it."""
     lines = table(between, n14=first, n1990=last)
     content = "\n".join(lines).encode("latin-1")
     for skip in (False, True):
@@ -364,7 +367,7 @@ def test_two_lines_are_rows_too_and_a_tenth_may_be_others(tmp_path):
 
 
 def test_multi_line_cells_with_delimiters_are_reported(tmp_path, said):
-    """In prose they are right: the first is reported with its lines, then their number and the longest."""
+    """In prose they are correct: the first is reported with its lines, then their number and the longest."""
     prose = '"It rained, it snowed,\nand then, at last, it stopped."'
     lines = ["id,source,targets", f"a,{prose},x", 'b,"no\ncomma",x', "c,one line,x"]
     lines += [f'd,"{prose[1:-1]}\nNo,\nit did not",x']
@@ -404,7 +407,7 @@ MANY_LINES = {
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", MANY_LINES)
 def test_two_column_cell_with_lines_like_rows_is_read(name, first, between, tmp_path, said):
-    """As the csv library writes it: in the first column or the last, once or often, with bad lines skipped or not."""
+    """The csv library writes it so: in the first or the last column, once or often, with bad lines skipped or not."""
     cell = MANY_LINES[name].replace(",", between)
     for cells in ([cell], [cell, "plain", cell, cell]):
         file = io.StringIO(newline="")
@@ -434,7 +437,7 @@ def test_cell_of_several_lines_is_read_if_other_cells_are_quoted_correctly(name,
 @pytest.mark.parametrize("other", ['a 12" b', 'say "no" to it', '"a" b'])
 @pytest.mark.parametrize("before", [True, False])
 def test_two_column_lines_are_rows_beside_malformed_quotes(other, before, tmp_path, said):
-    """Anywhere in the file, with bad lines skipped or not; text with such quotes alone is not refused."""
+    """They may be anywhere in the file, with bad lines skipped or not; text with such quotes alone is accepted."""
     rows = ['s1,"x', "s2,x", 's3,x"']
     stray = f"{other},y"
     content = "\n".join(["source,targets", *([stray] if before else []), *rows, "t,z", *([] if before else [stray])])
@@ -453,7 +456,7 @@ def test_two_column_lines_are_rows_beside_malformed_quotes(other, before, tmp_pa
 
 
 def test_quoted_cells_in_a_tsv_are_reported(tmp_path, said):
-    """A row that falls apart says why; with the setting it is whole."""
+    """The error of a row with a split cell states the reason; with the setting the row is complete."""
     content = 'source\ttargets\n"a ""b"""\tx\n"c\td"\ty\n"e\nf"\tz\n'
     unless = "read as text, unless data.csv_quotes = quote"
     message = refusal(tmp_path, content, "a.tsv", **TARGETS)
@@ -471,7 +474,7 @@ def test_quoted_cells_in_a_tsv_are_reported(tmp_path, said):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_integral_floats_become_integer_ids(name, tmp_path):
-    """Where one is missing, the others become floats; the number of its line is its id, if no other has that."""
+    """If one id is missing, the others become floats; its line number is its id, if no other record has that."""
     ids = [1.0, None, 2.0, -3.0, 2.0**52, 10.0, None]
     path, values = tmp_path / name, [{"id": x, "source": f"s{i}", "targets": ["x"]} for i, x in enumerate(ids)]
     if name == "a.jsonl":
@@ -520,7 +523,7 @@ def test_invalid_ids_are_refused(given):
 
 
 def test_table_id_ending_in_0_is_reported(tmp_path, said):
-    """It may be the number of a section, so it stays as it is."""
+    """It may be the number of a section, so it is not changed."""
     content = "id,source,targets\n1.0,a,x\n,b,x\n2.0,c,x\n"
     assert [e.id for e in read(tmp_path, content, "a.csv", **TARGETS)] == ["1.0", "3", "2.0"]
     line = "a.csv:2: found an id that ends in .0, as whole numbers do in a column with a gap; it is not changed"
@@ -534,7 +537,7 @@ def test_table_id_ending_in_0_is_reported(tmp_path, said):
 
 
 def test_examples_without_an_answer(tmp_path, tokenizer, said):
-    """They are counted, left out or refused; a row without any token is no answer."""
+    """They are counted, left out or refused; a row without tokens is no answer."""
     rows = [["sang"], [], ["</s>"], ["</s> ", " </s></s>"], ["</s>", "slept"], ["~"]]
     examples = [Example(str(i), "x", tuple(row), f"a.jsonl:{i}") for i, row in enumerate(rows)]
     found = "3 of 6 training examples have no answer"
@@ -560,7 +563,7 @@ def parted(path, shares="0.8,0.1,0.1", seed=0, **settings):
 
 
 def test_one_file_is_split(tmp_path, said):
-    """About as asked for, each line once, by the source alone: new lines move no others, equal ones stay together."""
+    """Shares are about as requested, by the source alone: new lines move no others, and equal lines stay together."""
     path = tmp_path / "all.jsonl"
     values = [{"id": f"r{i}", "source": f"text {i % 1000}", "targets": [str(i)]} for i in range(1200)]
 
@@ -592,8 +595,8 @@ TWINS += ["\ufeffthe baker sang ; late", "the\u200bbaker sang ; late", "the bake
 TWINS += ["the baker sang \uff1b late", "the baker sang \u037e late"]  # semicolons of full width, and Greek
 
 
-def test_sources_that_read_alike_are_on_one_side(tmp_path, said):
-    """White space of all kinds and Unicode's other forms of a letter make no other source; letters and case do."""
+def test_equivalent_sources_are_in_one_split(tmp_path, said):
+    """Different white space and compatible Unicode forms are equivalent; other letters and case are not."""
     texts = [text.replace("late", f"late {i}") for i in range(40) for text in TWINS]
     texts += [f"caf{e} {i}" for i in range(40) for e in ("\u00e9", "e\u0301")]
     values = [{"source": text, "targets": []} for text in texts]
@@ -611,7 +614,7 @@ def test_sources_that_read_alike_are_on_one_side(tmp_path, said):
 
 
 def test_texts_are_read_as_sentencepiece_reads_them():
-    """By the rule of T5's and mT5's vocabularies, for each character; what Unicode learned since is left out."""
+    """T5's and mT5's rule is tested for each character, without characters that are newer than the rule."""
     import sentencepiece
 
     plainly = {"remove_extra_whitespaces": True, "escape_whitespaces": False, "add_dummy_prefix": False}
@@ -639,7 +642,7 @@ def test_invalid_shares_are_refused(settings, words, tmp_path):
     assert message.startswith("data.split: ") and words in message
 
 
-def test_a_file_for_the_split_that_has_no_share(tmp_path):
+def test_file_for_a_split_without_a_share_is_accepted(tmp_path):
     (tmp_path / "test.jsonl").write_text(GOOD * 1)
     (tmp_path / "all.jsonl").write_text("".join(GOOD.replace('"x"', f'"{i}"') for i in range(50)))
     parts = parted(tmp_path / "all.jsonl", "0.8,0.2", test=str(tmp_path / "test.jsonl"))
@@ -670,7 +673,7 @@ def test_a_file_for_the_split_that_has_no_share(tmp_path):
     ],
     ids=repr,
 )
-def test_kinds_of_values(value, words):
+def test_values_of_all_kinds_become_texts(value, words):
     assert kind(value) == words
 
 
@@ -686,8 +689,8 @@ def test_parquet_with_other_types_than_text(tmp_path):
             make_task(DataConfig(train=str(tmp_path / "a.parquet"))).examples("train")
 
 
-def test_records_of_no_file(tmp_path):
-    """Their ids are what follows the last colon, or their own whole numbers, of NumPy too."""
+def test_records_in_memory_are_read(tmp_path):
+    """Their ids are the part after the last colon, or their own whole numbers, including NumPy's."""
     task = FilesTask(DataConfig(targets="rows"))
     seven = {"id": np.int64(7), "source": "b", "rows": []}
     found = task.examples_of([("frame:0", {"source": "a", "rows": ("x",)}), ("frame:1", seven)])
@@ -702,7 +705,7 @@ def test_a_delimiter_is_needed_only_where_it_is_used():
         check(Config(data=DataConfig(delimiter="", rows="delimiter")), where="here")
 
 
-def test_the_metric_is_the_tasks_own_or_the_configs():
+def test_metric_is_from_the_config_or_the_task():
     metrics = [make_task(DataConfig(task=task)).metric for task in ("demo", "jsonl", "kp20k", "pubmed")]
     assert metrics == ["exact", "exact", "keyphrases_kp20k", "rouge_score"]
     tasks = [make_task(DataConfig(task=task, metric="rouge", rows="sentences")) for task in ("csv", "jsonl", "msqa")]
@@ -728,7 +731,7 @@ def test_t5_tokenizer_keeps_plain_text(real_data):
 
 
 def test_keyphrases_in_order_of_appearance():
-    """Against every way to place a phrase, on words that often share their stems."""
+    """Every way to place a phrase is tried as the reference, with words that often share stems."""
     rng, stem = np.random.default_rng(0), PorterStemmer().stem
     words = ["graph", "Graphs", "graphing", "tree", "trees", "of", "set", "sets", "unset", "."]
     for _ in range(200):

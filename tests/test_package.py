@@ -45,7 +45,7 @@ def python(
 
 @pytest.mark.slow
 def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command without extras writes the rows of the API with extras, and reports nothing absent."""
+    """The command without extras writes the rows of the API with extras, and reports nothing as missing."""
     trained = tmp_path / "run"
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
     checkpoint.save_params(trained, tiny.RUN, params, tokenizer_source=tokenizer_files)
@@ -114,7 +114,7 @@ def test_every_command_has_help(name: str, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["convert", "data", "metrics", "checkpoint"])
-def test_packages_that_run(name: str) -> None:
+def test_packages_run_as_modules(name: str) -> None:
     ended = python("-m", f"pipejax.{name}", "--help")
     assert ended.returncode == 0 and ended.stdout.startswith(f"usage: pipejax {name} "), ended.stderr
 
@@ -138,7 +138,7 @@ def test_unknown_command_raises_one_line() -> None:
     ],
 )
 def test_a_shell_completes_commands_and_flags(tmp_path: Path, line: str, expected: set[str]) -> None:
-    """Asked as argcomplete's shell function asks: by variables; the answer goes into a file."""
+    """argcomplete's shell function asks by variables, and the answer is written to a file."""
     pytest.importorskip("argcomplete")
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
     position = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
@@ -148,7 +148,7 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path, line: str, expecte
 
 
 def test_line_is_logged_once_with_handlers_of_libraries() -> None:
-    """Some versions of what JAX and TFDS import call `logging.basicConfig`."""
+    """Some versions of libraries that JAX and TFDS import call `logging.basicConfig`."""
     code = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
         "from pipejax.system import cli\n"

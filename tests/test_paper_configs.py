@@ -1,4 +1,4 @@
-"""The configs of the paper's experiments: they load, resolve, and train on their own task's data with a tiny model."""
+"""The configs of the paper's experiments load, resolve, and train on data of their tasks with a tiny model."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_configs_have_the_settings_of_the_paper(task, size, objective):
 @pytest.mark.parametrize("size, devices", [("base", 1), ("large", 2)])
 @pytest.mark.parametrize("task", ["cnn_dailymail", "pubmed"])
 def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
-    """By the arithmetic of `plan`, for the longest targets, packed as in training, and for all targets."""
+    """The estimate is `plan`'s, for the longest targets, packed as in training, and for all targets."""
     packed = [p.max_target for p in PUBLISHED.values() if p.max_target <= 512]
     assert PUBLISHED[task].max_target == {"cnn_dailymail": max(packed), "pubmed": 1024}[task]
     # Of 24 GB some belongs to the driver, and some is lost in pieces.
@@ -77,7 +77,7 @@ def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
     "task, size, objective", [*OF_T5_BASE, pytest.param("msqa", "large", "pipelined", marks=pytest.mark.long)]
 )
 def test_dry_run(task, size, objective, tiny, compiled_once, tmp_path):
-    """Two steps and an evaluation, as `train.py` makes them, from a tiny checkpoint and on short texts."""
+    """`train.py` makes two steps and an evaluation from a tiny checkpoint and short texts."""
     settings = {
         "train.init_from": tiny / "checkpoint",
         "data.data_dir": tiny / "data",
@@ -136,7 +136,7 @@ def test_dry_run_of_the_pretraining(tiny, tmp_path):
 
 
 def test_recipes_of_docs_clusters_use_all_eight_devices():
-    """Its recipes have eight GPUs, as this machine's eight devices."""
+    """The recipes have eight GPUs, and the test machine has eight devices."""
     started = (CONFIGS.parent / "docs" / "clusters.md").read_text().split("configs/msqa.py")[1:]
     assert len(started) == 5 and all("train.accumulate=1" in text[:200] for text in started)
     for size, data, fsdp in (("base", 8, 1), ("large", 4, 2)):

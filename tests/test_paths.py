@@ -1,4 +1,4 @@
-"""Commands started in one directory with paths that lead through another: `../x` is the system's `../x`."""
+"""Commands with paths that lead through other directories: `../x` is resolved as by the system."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_a_command_reads_and_writes_where_the_system_would(room, monkeypatch, na
 
 @pytest.mark.parametrize("flag", ["--output", "--json", "--predictions"])
 def test_output_through_an_absent_directory_is_refused_at_once(tmp_path, monkeypatch, flag):
-    """The system enters `absent` first; a link may lead to a file that is not there yet."""
+    """The system enters `absent` first; a link may lead to a file that does not exist yet."""
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/link").symlink_to("../new.jsonl")
     (tmp_path / "deep/lost").symlink_to("../absent/new.jsonl")
@@ -105,7 +105,7 @@ def test_output_through_an_absent_directory_is_refused_at_once(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_training_with_relative_paths_writes_nothing_elsewhere(tmp_path):
-    """Trains, resumes and decodes from a sibling directory, with the cache in another: no other files appear."""
+    """It trains, resumes and decodes from a sibling directory, with the cache in another: no other files appear."""
     prepared = tiny_run.prepare(tmp_path / "work/data")
     prepared.write_text(prepared.read_text().replace(str(prepared.parent), "../data"))
     (tmp_path / "work/deep").mkdir()

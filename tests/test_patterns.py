@@ -1,4 +1,4 @@
-"""Regular expressions as automata over bytes: against Python's `re`, and numbers and dates against Python's own."""
+"""Regular expressions as automata over bytes equal Python's `re`, and numbers and dates equal Python's."""
 
 import datetime
 import json
@@ -66,7 +66,7 @@ def test_patterns_find_the_texts_of_re(pattern: str) -> None:
 
 
 def test_spaces_are_white_space_in_ecma_262_and_unicode() -> None:
-    """The former's white space and ends of lines are Unicode's separators and a few; not U+0085, which it lacks."""
+    """ECMA-262's white space and line ends are Unicode's separators and some others, without U+0085."""
     made = Expressions()
     starts = (patterns.read_pattern(pattern, made, "here") for pattern in (r"^\s$", r"^\S$"))
     automaton = compiled(*starts, made=made)
@@ -152,7 +152,7 @@ def test_numbers_equal_json() -> None:
         assert not accepts(automaton, text.encode())
 
 
-def test_lists_are_parted_by_commas() -> None:
+def test_lists_are_separated_by_commas() -> None:
     items = {"type": ["string", "null"], "maxLength": 4}
     automaton, found = texts_of({"type": "array", "items": items, "minItems": 1, "maxItems": 3})
     for text, value in (("a", ["a"]), (" a, bc,null", ["a", "bc", None]), ("a ,b", ["a ", "b"])):
@@ -228,7 +228,7 @@ JUDGED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", JUDGED, ids=json.dumps)
 def test_values_equal_values_accepted_by_jsonschema(schema: dict[str, object]) -> None:
-    """Each value as a row writes it; a row that two values share means one of them."""
+    """Each value is written as in a row; a row that two values share has the meaning of one of them."""
     automaton, found = texts_of(schema)
     judge = jsonschema.Draft202012Validator(schema)
     is_list, taken = schema.get("type") == "array", 0
@@ -244,7 +244,7 @@ def test_values_equal_values_accepted_by_jsonschema(schema: dict[str, object]) -
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_texts_on_any_way_through_the_automaton_are_valid(name: str) -> None:
+def test_texts_of_all_paths_through_the_automaton_are_valid(name: str) -> None:
     automaton, found = texts_of(PROPERTIES[name])
     judge, rng = jsonschema.Draft202012Validator(PROPERTIES[name], format_checker=FORMATS), np.random.default_rng(0)
     table = Table.lift(automaton[1:], [bytes([byte]) for byte in range(256)], most=10**7)
@@ -274,7 +274,7 @@ def test_texts_on_any_way_through_the_automaton_are_valid(name: str) -> None:
         "^(a?b?c?){0,900}x?(a?){0,300}$",
     ],
 )
-def test_the_work_for_an_automaton_has_an_end(pattern: str) -> None:
+def test_work_for_an_automaton_is_bounded(pattern: str) -> None:
     begun, made = time.thread_time(), Expressions()
     with pytest.raises(TooLarge):
         compiled(patterns.read_pattern(pattern, made, "here"), made=made, most=1 << 15)
@@ -284,7 +284,7 @@ def test_the_work_for_an_automaton_has_an_end(pattern: str) -> None:
 @pytest.mark.parametrize(
     "schema", [{"pattern": "a" * 10**6}, {"pattern": f"[{'ab' * 500_000}]"}, {"enum": ["a" * 10**6]}], ids=range(3)
 )
-def test_the_work_for_long_texts_has_an_end(schema: dict[str, object]) -> None:
+def test_work_for_long_texts_is_bounded(schema: dict[str, object]) -> None:
     begun = time.thread_time()
     with pytest.raises((TooLarge, UserError), match=r"steps of work|found a pattern of 1\d{6} characters; ex"):
         texts_of({"type": "string", **schema})
@@ -297,7 +297,7 @@ def test_too_many_states_are_refused() -> None:
         compiled(patterns.read_pattern("^(a|b)*a(a|b){12}$", made, "here"), made=made, most=500)
 
 
-def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_tokens_equals_the_automaton_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, made = np.random.default_rng(0), Expressions()
     automaton = compiled(
         *(patterns.read_pattern(p, made, "here") for p in ("^(ab|ba)*c$", "^[abc]{3,5}$", "^d$")), made=made
@@ -326,8 +326,8 @@ def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.
         Table.lift(automaton[1:], tokens, most=10**6)
 
 
-def test_the_work_for_a_small_table_has_an_end() -> None:
-    """256 tokens of 50 bytes that move nothing: of two states 50 x 256 x 2 entries are computed, for a table of 4."""
+def test_work_for_a_small_table_is_bounded() -> None:
+    """256 tokens of 50 bytes change no state: of two states 50 x 256 x 2 entries are computed, for a table of 4."""
     automaton = np.arange(256), np.tile(np.arange(2, dtype=np.int32), (256, 1)), np.asarray([False, True])
     tokens = [bytes([byte]) * 50 for byte in range(256)]
     with pytest.raises(TableTooLarge):

@@ -1,4 +1,4 @@
-"""Adapters of every backbone beside PEFT: ours from its factors, and its own from ours, without a name left over."""
+"""Adapters of every backbone are exchanged with PEFT in both directions, without unmatched names."""
 
 import copy
 import dataclasses
@@ -200,7 +200,7 @@ def test_adapter_round_trip_matches_peft(kind: str, case: str, tmp_path: Any) ->
     ],
 )
 def test_own_factors_load_in_peft(kind: str, part: str) -> None:
-    """Factors of a training of ours: everything, one stack (as with `train.freeze`), or one kind of layer."""
+    """Factors are from our trainings of all layers, one stack (as with `train.freeze`), or one kind of layer."""
     is_trained = lambda path: part == "everything" or part in path  # noqa: E731
     params = lora.add(params_of(kind), 3, jax.random.key(0), is_trained)
     flat = {path: np.asarray(x) for path, x in flatten_dict(params, sep="/").items()}
@@ -228,7 +228,7 @@ def test_an_adapter_of_images_alone_is_refused(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("target", ["names", "encoder", "all"])
 def test_names_of_an_earlier_release_of_transformers_are_read(target: str, tmp_path: Any, capsys: Any) -> None:
-    """There the encoder's modules had the names of the files."""
+    """In this release the encoder's modules had the names in the files."""
     settings = dict(OF_GEMMA[target])
     if target == "encoder":
         settings["target_modules"] = r"model\.encoder\.text_model\.layers.*\.(q_proj|gate_proj)"
@@ -303,7 +303,7 @@ def test_adapter_directories_round_trip(kind: str, tmp_path: Any) -> None:
 
 
 def test_factors_of_different_ranks_are_written_as_rank_pattern() -> None:
-    """Where ranks differ, the commonest is `r`, and others are patterns that PEFT resolves to the same modules."""
+    """The most frequent rank is `r`, and others are patterns that PEFT resolves to the same modules."""
     flat, rng = flatten_dict(params_of("t5gemma2"), sep="/"), np.random.default_rng(0)
     ranks = {"encoder/layers_0/attention/query": 1, "encoder/layers_1/attention/query": 4}
     ranks |= {f"decoder/layers_{i}/feed_forward/wo": 2 for i in range(2)}

@@ -1,4 +1,4 @@
-"""The memory plan: its arithmetic against the compiler's figure, and the command."""
+"""The memory plan: its estimate is compared with the compiler's figure, and its command is tested."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ def test_estimate_is_close_to_the_compilers_allocation(source, mesh, train):
 
 @pytest.mark.parametrize("remat", ["none", "dots", "layers"])
 def test_attention_in_blocks_grows_with_the_length(remat):
-    """Twice the length: twice the memory of what is counted by tokens, and nothing by pairs of them."""
+    """For twice the length, the memory counted by tokens doubles, and there is no memory by pairs of tokens."""
     chosen = config(512, {"data": 1}, remat=remat)
 
     def terms(length, blocks):
@@ -106,7 +106,7 @@ def _leaves(tree):
 
 
 @pytest.mark.slow
-def test_a_measured_step_is_a_step():
+def test_measured_step_equals_a_training_step():
     chosen = shallow(config(32, {"data": 1}))
     peak, seconds = step_memory.measured_bytes(Trainer(chosen), chosen, steps=1)
     assert peak is None and seconds > 0  # a CPU reports no peak
@@ -124,7 +124,7 @@ def test_published_sizes_have_the_published_parameter_counts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat, fits", [("layers", True), ("none", False)])
-def test_the_command(remat, fits, tmp_path):
+def test_command_prints_the_plan(remat, fits, tmp_path):
     command = [sys.executable, "-m", "pipejax", "plan", "--config", "configs/jsonl.py", "--model", "large", "--json"]
     settings = {"train.remat": remat, "train.accumulate": 4, "mesh.fsdp": 2, "mesh.data": 1}
     command += [f"--set={key}={value}" for key, value in settings.items()]
@@ -212,7 +212,7 @@ def test_unknown_memory_or_arithmetic_disables_rematerialisation(monkeypatch, ca
 @pytest.mark.parametrize(
     "limits, least", [((5, 3), 3), ((5, None), None), ((), None)], ids=["known", "one is silent", "a CPU"]
 )
-def test_the_memory_of_devices_is_the_least(limits, least, monkeypatch):
+def test_memory_of_devices_is_their_minimum(limits, least, monkeypatch):
     import jax
 
     stats = [{} if limit is None else {"bytes_limit": limit} for limit in limits] or [None]
@@ -241,7 +241,7 @@ def begun_with(monkeypatch, given, saved=None):
     return found.value.args[0].train.remat
 
 
-def test_a_run_keeps_the_choice_that_it_began_with(monkeypatch):
+def test_run_keeps_its_choice_of_rematerialisation(monkeypatch):
     known_needs(monkeypatch)
     given = config(64, {"data": 1})
     assert begun_with(monkeypatch, given) == "none"  # a CPU
@@ -261,7 +261,7 @@ def test_trainer_without_a_chosen_remat_recomputes_nothing():
 
 
 def test_described_chips_of_two_hosts_are_a_mesh(monkeypatch):
-    """They belong to other processes than this one; a part that leaves a host out is still refused."""
+    """They belong to other processes; a part without all hosts is still refused."""
     chips: Any = [SimpleNamespace(process_index=i // 4) for i in range(8)]
     monkeypatch.setattr(jax, "make_mesh", lambda *sizes, devices, **more: devices)
     assert make_mesh(1, 8, 1, chips) == chips

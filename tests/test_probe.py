@@ -1,4 +1,4 @@
-"""The meter of dependence: known models have the known likelihoods, and hidden tokens change nothing."""
+"""`pipejax probe`: known models have known likelihoods, and hidden tokens have no effect."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def measured(targets: Sequence[Parted], model: Any = None, params: Any = None) -
 
 @pytest.mark.parametrize("slots", [1, 512])
 def test_a_known_model_has_the_known_likelihoods(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows parted by a separator, in one pass for all conditions or in one for each."""
+    """Rows are split at a separator, and all conditions are computed in one pass or in separate passes."""
     monkeypatch.setattr(likelihoods, "SLOTS", slots)
     rng = random.Random(0)
     many = [drawn(rng) for _ in range(20)]
@@ -157,7 +157,7 @@ def test_likelihoods_with_visible_rows_equal_training_loss(backbone: Any) -> Non
 
 
 def test_hidden_tokens_do_not_change_likelihoods(deep: tuple[Any, Any]) -> None:
-    """Neither through a row between nor through layers: of three rows, the first gets other tokens."""
+    """The first of three rows gets other tokens, which have no effect through a row between or through layers."""
     rows = [[3, 4, 5, 6, 7], [4, 8, 5, 3], [7, 6, 4]]
     other = [[3, 4, 8, 8, 5], *rows[1:]]
     a, b = measured([sequential(rows)[0], sequential(other)[0]], *deep)
@@ -205,7 +205,7 @@ def line(whole: list[list[float]], hidden: list[list[float]], without: list[list
     return {"id": "", "nll": nll, "without": without}
 
 
-def test_averages_by_hand() -> None:
+def test_averages_equal_hand_computed_averages() -> None:
     lines = [
         line([[1, 1], [1, 1, 1, 1, 1]], [[1, 1], [4, 1, 2, 1, 1]], [[], [5.0]]),
         line([[2], [2]], [[2], [2]], [[], [1.0]]),
@@ -256,7 +256,7 @@ WHOLE_ROWS = [[[2.0] * 3, [2.0] * 3]] * 9
 
 @pytest.mark.parametrize("chance, advises", [(2.1, True), (2.0, False), (0.5, False), (None, True)])
 def test_model_no_better_than_guessing_gets_no_advice(chance: float | None, advises: bool) -> None:
-    """Also where hiding rows seems dear, and in the sentence of each condition."""
+    """This also holds if hiding rows seems costly, and for the sentence of each condition."""
     for hidden in (WHOLE_ROWS[0], [[2.0] * 3, [2.9] * 3]):
         found = summary.summary([line(rows, hidden, [], hidden) for rows in WHOLE_ROWS], chance)
         assert found["says"].startswith("Δt = 1 costs") == advises and ("costs nothing" in found["says"]) <= advises
@@ -283,8 +283,8 @@ def test_chance_level_uses_frequencies_or_the_vocabulary() -> None:
 # The examples.
 
 
-def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: Path, said: list[str]) -> None:
-    """Other spaces make no other source, nor do other forms of a letter; other letters do. A TSV's quotes are text."""
+def test_equivalent_sources_are_in_one_part(run: Path, tmp_path: Path, said: list[str]) -> None:
+    """Spaces and compatible forms of a letter make no other source; other letters do. Quotes in a TSV are text."""
     twins = ["the baker sang ", "the  baker slept", "the\u00a0clerk sang", "\uff54he clerk slept", "The baker sang"]
     measured = ["the baker  sang", "the baker slept", "the clerk sang", "the clerk slept", "a baker sang"]
     paths = [str(tmp_path / name) for name in ("in.tsv", "more.jsonl")]
@@ -340,7 +340,7 @@ def probe(run: Path, output: Path, *more: str) -> dict[str, Any]:
     return found
 
 
-def test_from_lines_to_a_page(run: Path, tmp_path: Path, said: list[str]) -> None:
+def test_probe_writes_a_page_from_lines(run: Path, tmp_path: Path, said: list[str]) -> None:
     found = probe(run, tmp_path / "out")
     assert said[-1].endswith(found["says"]) and found["examples"] == 40
     assert found["says"].startswith("The model does not know these answers")  # random weights
@@ -358,7 +358,7 @@ def test_from_lines_to_a_page(run: Path, tmp_path: Path, said: list[str]) -> Non
 
 @pytest.mark.parametrize("rows", [2, 8, 20])
 def test_pictures_fit_a_narrow_page(rows: int) -> None:
-    """A page of 500 pixels has 468 for them; all that is drawn is within a picture."""
+    """A page of 500 pixels has 468 for pictures; everything is drawn within a picture."""
     chance = random.Random(0)
 
     def line(number: int) -> summary.Measured:
@@ -412,7 +412,7 @@ def test_interrupted_probe_resumes(run: Path, tmp_path: Path, monkeypatch: pytes
 def test_weights_learn_to_do_without_first(
     run: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once: an interrupted probe resumes with these weights, trained in full or in part. The checkpoint stays."""
+    """This happens once: an interrupted probe resumes with these weights. The checkpoint does not change."""
     few = ("--limit", "12", "--adapt", str(run / "labelled.jsonl"), "--updates", "20")
     fast = ("--set", "train.learning_rate=0.01")
     before = probe(run, tmp_path / "before", "--limit", "12")
@@ -455,7 +455,7 @@ def test_weights_learn_to_do_without_first(
 
 
 @pytest.mark.slow
-def test_as_many_examples_as_are_learned_from(run: Path, tmp_path: Path, said: list[str]) -> None:
+def test_numbers_of_measured_and_learned_examples_are_equal(run: Path, tmp_path: Path, said: list[str]) -> None:
     probe(run, tmp_path / "out", "--limit", "3", "--adapt", str(run / "labelled.jsonl"), "--updates", "2")
     assert any("labelled.jsonl: 32 of 40 examples are drawn at random" in line for line in said)
 
@@ -496,7 +496,9 @@ def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeyp
         (["--limit", "1"], ".*labelled.jsonl: found only one row in each of 1 answers"),
     ],
 )
-def test_refusals(run: Path, tmp_path: Path, more: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_flags_are_refused(
+    run: Path, tmp_path: Path, more: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["--checkpoint", str(run / "run"), "--input", str(run / "labelled.jsonl"), "--output", "out"]
     with pytest.raises(UserError, match=f"^{line}"):
@@ -505,7 +507,7 @@ def test_refusals(run: Path, tmp_path: Path, more: list[str], line: str, monkeyp
 
 
 def test_custom_method_without_grid_layout_is_refused(tmp_path: Path, run: Path, tokenizer_files: Path) -> None:
-    """One that cannot is refused in a line; one that lays rows out on the grid says that it can."""
+    """The refusal is one line; a method that lays rows out on the grid declares it."""
     config = dataclasses.replace(Config(model=MODEL), method=Staggered(rows=3, width=5))
     params = oracle.random_params(MODEL, np.random.default_rng(5))
     checkpoint.save_params(tmp_path / "run", config, params, tokenizer_source=tokenizer_files)
@@ -514,8 +516,8 @@ def test_custom_method_without_grid_layout_is_refused(tmp_path: Path, run: Path,
         main(["--checkpoint", str(tmp_path / "run"), *given])
 
 
-def test_a_run_that_writes_rows(tmp_path: Path, run: Path, tokenizer_files: Path) -> None:
-    """It was never shown more than its own Δt, so no larger one costs less."""
+def test_pipelined_run_has_no_cost_of_a_larger_delay(tmp_path: Path, run: Path, tokenizer_files: Path) -> None:
+    """It was trained only with its own Δt, so a larger Δt costs nothing less."""
     config = dataclasses.replace(
         Config(model=MODEL), grid=GridConfig(delay=2), data=DataConfig(separator=" ; ", task="demo")
     )

@@ -1,4 +1,4 @@
-"""Probe columns: they change no answer, and a drafter gets the tokens that the model generates from them."""
+"""Probe columns change no answer, and a drafter gets the tokens that the model generates from them."""
 
 import dataclasses
 import sys
@@ -50,7 +50,7 @@ def guesses(params: Any, encoded: np.ndarray, written: list[int], token: int, co
     "native", [pytest.param(False, marks=pytest.mark.slow, id="XLA"), pytest.param(True, id="kernel")]
 )
 def test_a_drafter_gets_the_tokens_of_its_probes(native: bool, page: Any, request: pytest.FixtureRequest) -> None:
-    """The next draft has exactly these tokens, computed without the drafts beside which the probes were fed."""
+    """The next draft has exactly these tokens, computed without the drafts that were fed with the probes."""
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
     params = oracle.random_params(IN_BLOCKS, np.random.default_rng(4))
     config = Config(
@@ -106,7 +106,7 @@ class Everywhere(Jacobi):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("page", marks=pytest.mark.long), "everywhere"])
 def test_probes_change_no_answer(kind: str, page: Any) -> None:
-    """With all delays and stops, in batches, alone and in a batch whose sources come and go."""
+    """All delays and stops are tested, in batches, alone and in a running batch with changing sources."""
     assert "answers do not change" in check_drafter(page.Ahead() if kind == "page" else Everywhere(), sources=4)
 
 

@@ -65,7 +65,7 @@ def test_processes_join_by_flags_or_environment(joined, flags, environment, expe
 
 
 def test_jax_detects_cloud_tpu_processes(joined, monkeypatch):
-    """The metadata server, here a dictionary, gives the processes. Without a TPU there is no query."""
+    """The metadata server, replaced by a dictionary, gives the processes. Without a TPU there is no query."""
     metadata, asked = {"tpu-env": "", "agent-worker-number": "1", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}, []
 
     def get(key):
@@ -107,7 +107,7 @@ def test_jax_detects_cloud_tpu_processes(joined, monkeypatch):
         (("http://host:1", 2, 1), {}, r"--coordinator: found 'http://host:1'; expected HOST:PORT"),
     ],
 )
-def test_refused_before_anything_waits(joined, flags, environment, message):
+def test_invalid_flags_are_refused_before_waiting(joined, flags, environment, message):
     with pytest.raises(UserError, match=message):
         distributed.join_processes(*flags, environment=environment)
     assert joined == []
@@ -161,7 +161,7 @@ def of(directory, event):
 
 @pytest.mark.slow
 def test_two_processes_equal_one_and_end_together(config, tmp_path):
-    """A signal to one of the two ends both at the same step; the resumed pair ends as one process does."""
+    """A signal to one of them ends both at the same step; the resumed pair ends like one process."""
     settings = ("decode.batch_size=1", "train.evaluate_examples=0", "train.evaluate_every=6")
     alone, workdir = tmp_path / "alone", tmp_path / "run"
     assert fit(load(config, ["train.steps=8", "mesh.data=1", *settings]), alone) == 0  # this process is one, too

@@ -1,4 +1,4 @@
-"""Our kernel's products in the layers of any backbone: NumPy's products, and the steps that XLA computes."""
+"""The CPU kernel's products in layers of any backbone: NumPy's products, and the steps that XLA computes."""
 
 import dataclasses
 from functools import partial
@@ -102,7 +102,7 @@ def table_and_columns(kind, count):
         "no numbers",
     ],
 )
-def test_the_highest_of_a_heads_products_is_found_by_bounds(kind, cap, kernel):
+def test_highest_logit_is_found_by_bounds(kind, cap, kernel):
     for count in (1, 3, 8):
         rows, x = table_and_columns(kind, count)
         part = {"embedding": jnp.asarray(rows)}
@@ -225,7 +225,7 @@ def test_answers_by_bounds_equal_answers_by_all_products(name, kernel, monkeypat
     assert not asked and (scored.tokens == plain.tokens).all()
 
 
-def test_logits_that_are_more_than_products_are_computed_whole():
+def test_logits_with_further_operations_are_computed_completely():
     class Raised(t5gemma.T5Gemma):
         def logits(self, hidden):
             return super().logits(hidden).at[..., 5].add(9.0)
@@ -267,7 +267,7 @@ def test_narrow_weights_are_rounded_as_the_layers_round_them(name, weights, kern
 
 
 @pytest.mark.parametrize("name", BACKBONES)
-def test_a_steps_matrices_are_held_once(name, kernel):
+def test_matrices_of_a_step_are_stored_once(name, kernel):
     model = BACKBONES[name]
     params = varied(model, 1)
     ready = Products("auto", kernel).prepare(model.module(), params)
@@ -364,20 +364,20 @@ def test_changed_or_shape_only_parameters_are_left_to_the_layers(kernel):
     assert np.abs(found - wanted).max() < 1e-4 < np.abs(wanted).max()
 
 
-def test_a_table_that_a_subclass_changes_is_left_to_it(kernel, monkeypatch):
+def test_table_changed_by_a_subclass_is_left_to_the_layers(kernel, monkeypatch):
     monkeypatch.setattr(t5gemma, "GemmaEmbedder", HalfTable)
     matrices = Products("auto", kernel).prepare(GEMMA.module(), varied(GEMMA, 1)).decoding.matrices
     assert "decoder/embedder" not in matrices and "decoder/layers_0/feed_forward/wo" in matrices
 
 
 @pytest.mark.parametrize("owner, name", [(layers.Linear, "__call__"), (layers, "logits_of")])
-def test_a_product_that_was_replaced_from_outside_is_computed_as_it_is(owner, name, kernel, monkeypatch):
+def test_product_replaced_from_outside_is_used(owner, name, kernel, monkeypatch):
     monkeypatch.setattr(cpu_kernel, "use", lambda: kernel)
     monkeypatch.setattr(owner, name, lambda *given: None)
     assert type(backends.fastest(GEMMA, jnp.float32)) is Backend
 
 
-def test_a_heads_product_that_was_replaced_in_its_room_is_the_t5gemmas_too(monkeypatch):
+def test_replaced_product_of_the_head_is_used_by_t5gemma(monkeypatch):
     variables, hidden = {"params": varied(GEMMA, 1)}, jnp.ones((1, 16))
     assert GEMMA.module().apply(variables, hidden, method="logits").any()
     monkeypatch.setattr(layers, "logits_of", lambda hidden, rows, dtype: 0 * hidden @ rows.T)

@@ -1,4 +1,4 @@
-"""Prompt-in-decoder against a plain one: NumPy in float64, one prompt at a time, no cache."""
+"""Prompt-in-decoder is compared with plain NumPy in float64: one prompt at a time, without a cache."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def answer(params: Any, source: Sequence[int], prompt: Sequence[int]) -> tuple[l
 
 @pytest.mark.slow
 def test_answers_equal_plain_python() -> None:
-    """Each prompt has the answer that it has alone; drafts and batches change none."""
+    """Each prompt has the answer that it has alone; drafts and batches change no answer."""
     rng, seen, compared = np.random.default_rng(4), set[int](), 0
     for seed in range(2):
         params = oracle.random_params(FEW_WORDS, np.random.default_rng(seed), eos_scale=2.5)
@@ -66,7 +66,7 @@ def test_answers_equal_plain_python() -> None:
 
 
 def test_loss_equals_plain_python() -> None:
-    """The loss is the mean of the rows' own losses: no row sees another one, and prompts are not learned."""
+    """The loss is the mean of the rows' losses: no row sees another row, and prompts have no loss."""
     words, config = demo.DemoTask().tokenizer(), dataclasses.replace(RUN_ON_ONE, method=WITH_NAMES)
     rows = ("red apples maps", "old lamps bread")
     one = encode_example(Example("0", "the clerk", rows), words, config, MODEL)

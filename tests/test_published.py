@@ -85,7 +85,7 @@ def test_random_access_and_slices(tmp_path):
 
 
 def test_msqa_takes_its_dev_from_train(tmp_path):
-    """By digests of the ids, for any order of the file; the unlabelled test file is not used."""
+    """Digests of ids select the split, for any order of the file; the unlabelled test file is not used."""
     unlabelled = {"id": "x", "question": ["who"], "context": ["Ann"]}
     files = {"train.json": wrapped(*TRAIN), "valid.json": wrapped(MSQA), "test.json": wrapped(unlabelled)}
     turned = files | {"train.json": wrapped(*reversed(TRAIN))}
@@ -121,7 +121,7 @@ def test_kptimes_file_with_a_json_array_is_read(tmp_path):
 
 
 def test_sumpubmed_is_split_by_digests_of_numbers(tmp_path):
-    """The remainders of `b2sum -l 64` by 20: 0 is dev, 1 is test."""
+    """The remainder of `b2sum -l 64` by 20 is 0 for dev and 1 for test."""
     files = {f"line_text/text_{number}.txt": f"Article {number}.\n" for number in range(1, 61)}
     files |= {f"shorter_abstract/abst_{number}.txt": f"Summary {number}.\n" for number in range(1, 61)}
     found = records("sumpubmed", lay(tmp_path / "manual", files), tmp_path / "data")
@@ -174,7 +174,7 @@ def records(name, directory, data_dir):
     }
 
 
-def test_pubmed_is_as_tfds_reads_it(tmp_path, scratch):
+def test_pubmed_equals_tfds(tmp_path, scratch):
     files = {"train.txt": in_lines(PAPER, PAPER | {"article_id": "p2", "article_text": ["", "a\tb"]})}
     ours = records("pubmed", lay(tmp_path / "manual", files), tmp_path / "data")
     builder = scientific_papers.Builder(config="pubmed", data_dir=str(tmp_path))
@@ -182,7 +182,7 @@ def test_pubmed_is_as_tfds_reads_it(tmp_path, scratch):
     assert ours == {"train": [record for _, record in theirs]}
 
 
-def test_wikihow_is_as_tfds_reads_it(tmp_path, scratch):
+def test_wikihow_equals_tfds(tmp_path, scratch):
     rows = HEADLINES + '"All of it is summary","How to Nap","All of it is text"\n\n"",How to Sit,Sit down\n'
     files = {"wikihowAll.csv": "headline,title,text\n" + rows, "all_train.txt": "HowtoPaint1\nHowtoNap\nHowtoSit\n"}
     manual = lay(tmp_path / "manual", files)
@@ -192,7 +192,7 @@ def test_wikihow_is_as_tfds_reads_it(tmp_path, scratch):
     assert ours == {"train": [r for _, r in builder._generate_examples(str(manual / "wikihowAll.csv"), titles)]}
 
 
-def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
+def test_cnn_dailymail_equals_tfds(tmp_path, scratch, monkeypatch):
     texts = [STORY, "A caption\nIt said \u201cno\u201d\nwhy?\n@highlight\nNo"]
     texts += ["only highlights\n\n@highlight\n", "@highlight\nx"]
     urls = [f"http://{i}" for i in range(len(texts))]
@@ -274,7 +274,7 @@ def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
         ("wikihow", {"all_train.txt": "x\n", "wikihowAll.csv": "a,b\n1,2\n"}, ['csv:2: found no "headline"']),
     ],
 )
-def test_malformed_files(name, files, words, tmp_path):
+def test_malformed_files_are_refused(name, files, words, tmp_path):
     message = refused(name, lay(tmp_path / "manual", files), tmp_path / "data")
     assert all(word in message for word in words), message
 
@@ -335,7 +335,7 @@ def test_prepare_and_stats(tmp_path, capsys):
 
 
 def test_statistics_of_tokens(capsys):
-    """The embedded task's tokens are its words, so all can be counted by hand."""
+    """The tokens of the embedded task are its words, so all counts can be computed by hand."""
     flags = ["stats", "demo", "--split", "dev", "--json", "--set", "grid.time_max=6", "--set", "grid.sub_max=4"]
     code, out, _ = run(capsys, *flags, "--set", "data.max_target=12")
     found = json.loads(out)["splits"]["dev"]
@@ -372,7 +372,7 @@ def test_statistics_of_tokens(capsys):
 
 
 def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_files, capsys):
-    """Rows of which no token is left are none: two rows and five tokens with the eos are 4 steps, not 7."""
+    """Rows without tokens do not count: two rows and five tokens with the eos are 4 steps, not 7."""
     rows = ["sang", "</s>", "</s> </s>", "slept", "~ { }"]
     lines = [
         {"source": "the baker </s>", "targets": rows},
@@ -409,7 +409,7 @@ def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_f
 
 
 def test_rows_that_hold_the_separator_are_counted(tmp_path, tokenizer_files, capsys):
-    """Examples whose joined answer splits into other rows; on the grid rows are not joined."""
+    """Joined answers of these examples split into other rows; on the grid rows are not joined."""
     rows = [["the ; baker", "clerk"], ["baker", "clerk"], ["; the", "baker"], ["baker"], ["</s>"], []]
     lines = [{"source": "the baker", "targets": given} for given in rows]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -458,7 +458,7 @@ def of_table_1(examples):
     return [round(found[key], 1) for key in ("words_per_target", "rows_per_target", "words_per_row")]
 
 
-def test_msqa_for_real(real_data, tmp_path):
+def test_real_msqa_is_read(real_data, tmp_path):
     originals = real_data / "multispanqa" / "original"
     manual = lay(tmp_path / "official", {})
     shutil.copy(originals / "official_valid.json", manual / "valid.json")
@@ -476,7 +476,7 @@ def test_msqa_for_real(real_data, tmp_path):
     assert {e.id: e for e in own.examples("test")} == {e.id: e for e in official_test}  # two layouts, one set
 
 
-def test_kp20k_for_real(real_data, tmp_path):
+def test_real_kp20k_is_read(real_data, tmp_path):
     task = prepared("kp20k", real_data / "kp20k" / "original", tmp_path)
     splits = [task.examples(split) for split in ("train", "dev", "test")]
     assert [len(split) for split in splits] == [991, 1000, 1000]  # nine of the train part are blank
@@ -488,7 +488,7 @@ def test_kp20k_for_real(real_data, tmp_path):
             assert example.source == " ".join(record["source"].replace("<digit>", "#").replace("''", '"').split())
 
 
-def test_kptimes_for_real(real_data, tmp_path):
+def test_real_kptimes_is_read(real_data, tmp_path):
     originals = real_data / "kptimes" / "original"
     task = prepared("kptimes", originals, tmp_path / "a")
     assert [len(task.examples(split)) for split in ("train", "dev", "test")] == [500, 500, 500]
@@ -501,7 +501,7 @@ def test_kptimes_for_real(real_data, tmp_path):
     assert same[released[1].source] == released[1].targets
 
 
-def test_the_rest_for_real(real_data, tmp_path):
+def test_other_real_data_sets_are_read(real_data, tmp_path):
     fixtures = real_data / "format_fixtures" / "original"
     sizes = {}
     for name, file in (

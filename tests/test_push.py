@@ -131,7 +131,7 @@ def test_uploaded_files_equal_output_of_to_hf(
 
 
 def test_files_of_an_earlier_model_are_deleted(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of a model that are not written again; README.md, notes and other folders are kept."""
+    """Only files of a model that are not written again are deleted; README.md, notes and other folders are kept."""
     hub.files = dict.fromkeys(("README.md", "notes.txt", "other/model.safetensors", "model.safetensors"), b"old")
     old = ("adapter_config.json", "model-00001-of-00002.safetensors", "custom_generate/more.py", "vocab.txt")
     hub.files |= dict.fromkeys(old, b"old")
