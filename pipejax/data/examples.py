@@ -110,7 +110,8 @@ class Stream(PreparedExamples):
 class Shuffled:
     """The examples of a stream, numbered from 0: pass after pass, with shuffled files and shuffled buffers.
 
-    Example i depends only on the files and the seed, so a resumed run gets the same example; it first reads up to it.
+    Example i depends only on the files and the seed, so a resumed run gets the same example; it first reads the
+    examples before it.
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:

@@ -69,7 +69,7 @@ def _parquet(path: str | Path) -> Iterator[Any]:
     """A context with an opened Parquet file, local or remote.
 
     Raises:
-      UserError: there is no such file, it is not Parquet, or two columns have the same name.
+      UserError: the file does not exist, is not Parquet, or has two columns with the same name.
     """
     if not (remote := is_remote(path)) and not Path(path).exists():
         raise UserError(path, "no such file", expected=EXPECTED)

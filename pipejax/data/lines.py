@@ -190,7 +190,7 @@ def check_text(value: object, key: str, place: str, *, blank: bool = False) -> s
     """Returns the value if it is valid Unicode text.
 
     Raises:
-      UserError: it is not text, has a lone surrogate, or is blank without `blank`.
+      UserError: the value is not text, has a lone surrogate, or is blank without `blank`.
     """
     if not isinstance(value, str):
         raise UserError(f'{place}: "{key}"', found=f"{kind(value)}", expected="text")

@@ -168,7 +168,7 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
     """Opens a local file or a URL for reading bytes.
 
     Raises:
-      UserError: it cannot be opened; the message says that `expected` was expected.
+      UserError: the file cannot be opened; the message says that `expected` was expected.
     """
     if is_remote(path):
         return open_remote(str(path), expected)

@@ -34,7 +34,8 @@ def sentences(text: str) -> list[str]:
 def keyphrases(document: str, phrases: Sequence[str]) -> list[str]:
     """Returns the phrases without duplicates.
 
-    The phrases whose stems occur in the document come first, in its order; then the others (Meng 2017).
+    The phrases whose stems occur in the document come first, in the order of the document; then the other phrases (Meng
+    2017).
     """
     from pipejax.metrics.keyphrases import stems_of  # imported here, because importing nltk takes time
 

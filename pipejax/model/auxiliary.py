@@ -49,5 +49,5 @@ def split(params: Tree) -> tuple[Tree, Tree]:
 
 
 def join(params: Tree, auxiliary: Tree) -> Tree:
-    """The parameters of a backbone with auxiliary ones, if they are not None."""
+    """The parameters of a backbone together with auxiliary parameters, if these are not None."""
     return params if auxiliary is None else {**params, ITEM: auxiliary}

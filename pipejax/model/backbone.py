@@ -188,7 +188,7 @@ class Backbone:
 
 
 def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | None" = None) -> "Blocks | None":
-    """The `Blocks` with which a model attends in blocks on a device, or None if it cannot.
+    """The `Blocks` with which a model attends in blocks on a device, or None if this is not possible.
 
     If the device is a GPU, the reason for None is logged as a warning.
 

@@ -7,7 +7,7 @@ scaling factor.
 If several adapters share one base, their factors are concatenated along the rank. An additional parameter "lora_of"
 [adapters + 1, rank] contains 1 where a component of the rank belongs to an adapter, else 0; row 0 is for examples
 without an adapter and contains zeros. For a batch, `choose` replaces "lora_of" with one row for each example. Two
-matrix products therefore compute all adapters, even if the examples of a batch have different ones.
+matrix products therefore compute all adapters, even if the examples of a batch have different adapters.
 """
 
 import re

@@ -20,9 +20,9 @@ ELEMENTS = 2**24  # the most elements of the one-hot matrix at a time: 64 MiB in
 def along_diagonals(values: Array, length: int) -> Array:
     """[H, L, L], the bias between the tokens of a sequence, from its values at each offset.
 
-    The matrix is constant along its diagonals. It is made by reshaping instead of a lookup: the values of all offsets
-    are repeated as rows of length 2 L, and reading them as rows of length 2 L - 1 shifts each row by one more column.
-    The gradient sums over diagonals.
+    The matrix is constant along its diagonals. The result is made by reshaping instead of a lookup: the values of all
+    offsets are repeated as rows of length 2 L, and reading them as rows of length 2 L - 1 shifts each row by one more
+    column. The gradient sums over diagonals.
 
     Args:
       values: [H, 2 L - 1], for the offsets key - query from 1 - L to L - 1.

@@ -28,7 +28,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
       data: the size of the axis "data"; -1: all devices that the other axes leave.
       fsdp: the size of the axis "fsdp".
       tensor: the size of the axis "tensor".
-      devices: the devices to choose from, by default all. If the mesh is smaller, it uses the first ones.
+      devices: the devices to choose from, by default all. If the mesh has fewer devices, it uses the first devices.
 
     Raises:
       UserError: the sizes do not fit the number of devices, or the mesh would leave out all devices of a process.

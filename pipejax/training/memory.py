@@ -46,11 +46,13 @@ def estimate(
       blocks: whether attention runs in blocks.
       logits: the most logits computed at once.
     """
+    from pipejax.model.precision import compute_dtype
+
     assert config.model is not None, "`_resolve` checks it"
     model, train = config.model.like_t5(), config.train
     assert isinstance(model, T5Config)
     (batch, length), (groups, slots) = shapes["source"], shapes["inputs"]
-    wide = 2 if train.dtype == "bfloat16" else 4
+    wide = compute_dtype(train.dtype).itemsize
     heads = math.ceil(model.num_heads / config.mesh.tensor)
     inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
     gates = 1 if model.feed_forward == "relu" else 2

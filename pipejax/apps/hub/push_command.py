@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
 def upload(directory: Path, name: str, *, private: bool) -> str:
     """Uploads a directory as a model of this name; returns its address.
 
-    Files of an earlier model that would be read with the new one are deleted, which a line reports.
+    Files of an earlier model that would be read with the new model are deleted, and the log names them.
 
     Raises:
       UserError: the hub refuses it.

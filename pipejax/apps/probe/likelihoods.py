@@ -134,7 +134,7 @@ class Meter:
         count, found = at_once(batch, self.conditions), list[np.ndarray]()
         for first in range(0, len(self.conditions), count):
             part = [*self.conditions[first : first + count]]
-            given = part + [self.conditions[0]] * (count - len(part))  # filled up, so that all parts use one program
+            given = part + [self.conditions[0]] * (count - len(part))  # filled up to `count`, for one program
             delay, without = np.asarray(given, np.int32).T
             with precision(self.model.dtype):
                 answer = jax.device_get(self._program(self.params, batch, delay, without))
