@@ -369,12 +369,12 @@ class Run:
         found = f"{examples or 'streamed'} training examples"
         logger.info(f"{size:.1f} M parameters{trains}, {found}, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
-        few = f"; a further shape would not save its time of compilation in {train.steps} steps" if self.step == 0 else ""
+        why = f"; a further shape would not save its time of compilation in {train.steps} steps"
         logger.info(
             ("all batches are padded to one shape" if most == 1 else f"batches are padded to one of {most} shapes")
             + (f" (one of {first} at first)" if first < most else "")
             + "; a shape is compiled once, before its first step"
-            + (few if len(self.shapes.pairs) < train.shapes else "")
+            + (why if self.step == 0 and len(self.shapes.pairs) < train.shapes else "")
         )
 
 
