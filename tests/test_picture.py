@@ -57,8 +57,8 @@ def texts_of(drawing: str) -> list[str]:
     return [text.text or "" for text in ET.fromstring(drawing).iter(f"{SVG}text")]
 
 
-def test_figure_2() -> None:
-    """The paper's example: 1, 2, 2 tokens at steps 1-3, all eos by step 4, and "D" beside "B"."""
+def test_picture_of_figure_2_has_the_papers_times() -> None:
+    """The paper's example has 1, 2 and 2 tokens at steps 1-3, all eos by step 4, and "D" at the time of "B"."""
     grid = fill(FIGURE_2, delay=1)
     assert grid.steps == 4
     tokens = ["".join(c.text for c in grid.cells if c.time == t and c.kind == "token") for t in range(5)]
@@ -101,7 +101,7 @@ def test_steps_equal_the_papers_formula() -> None:
         assert len({(c.row, c.time) for c in grid.cells}) == len(grid.cells)
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="delay: expected at least 0; got -1"):
         fill([], delay=-1)
     with pytest.raises(ValueError, match="truncated: expected None"):
@@ -126,7 +126,7 @@ def test_svg_places_cells_by_time_and_row() -> None:
     assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(grid)))
 
 
-def test_widths_of_letters() -> None:
+def test_widths_of_letters_are_estimated() -> None:
     assert text_width("i") < text_width("a") < text_width("A") < text_width("m") < text_width("漢")
     assert text_width("e\u0301") == text_width("e")  # an accent of its own takes no room
 
@@ -214,7 +214,7 @@ def test_html_is_one_page_that_loads_nothing() -> None:
 
 @pytest.mark.parametrize("length", [1, 6, 12, 60])
 def test_texts_are_beside_the_grid_only_if_both_fit(length: int) -> None:
-    """Texts are shown in a window wider than the limit in the style; no limit exceeds the widest page."""
+    """Texts are shown in windows wider than the limit in the style; no limit exceeds the widest page."""
     row = ["words"] * length
     text = html(fill([row], delay=1))
     drawn = int(re.search(r'<svg [^>]*width="(\d+)"', text)[1])  # type: ignore[index]
@@ -304,7 +304,7 @@ class Drawn(PipelinedMethod):
 
 
 def test_record_names_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A custom method is drawn with its checkpoint only; a record without a method is drawn as pipelined."""
+    """A custom method is drawn only with its checkpoint; a record without a method is drawn as pipelined."""
     plain = draw(tmp_path, ONE_ROW)
     assert plain == draw(tmp_path, ONE_ROW | {"method": "pipelined"})
     own = checkpoint_of(tmp_path, data={"separator": " ; "})
@@ -420,7 +420,7 @@ def test_the_source_of_a_template(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_long_words_stay_on_the_page(tmp_path: Path) -> None:
-    """In every element that holds a text of the user's and has no scroll bar of its own."""
+    """This holds for every element that has a text of the user and no scroll bar."""
     page = draw(tmp_path, RECORD, output="x.html")
     assert {"h1", "li", ".source", ".facts"} <= {
         *re.findall(r"^ *([^{}\n]+) {[^}]*overflow-wrap: anywhere", page, re.M)
@@ -502,7 +502,7 @@ def test_names_of_rows_are_shortened_and_escaped() -> None:
         (ONE_ROW | {"method": "branching"}, (), "method: found 'branching'; expected pipelined, whose rows"),
         (ONE_ROW | {"method": ""}, (), "method: found ''; expected pipelined"),
         (ONE_ROW | {"method": ["pipelined"]}, (), r"method: found \['pipelined'\]; expected pipelined"),
-        (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
+        (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists; expected a record .* wrote as JSON lines"),
         (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found"),
         (RECORD, ("--id", "y"), "found no record with the id y"),
         (RECORD, ("--delay", "-1"), "--delay: found -1; expected at least 0"),
@@ -595,7 +595,7 @@ def test_page_shows_results_of_drafts(tmp_path: Path) -> None:
 
 
 def test_page_distinguishes_wrong_drafts_from_early_drafts(tmp_path: Path) -> None:
-    """A rejected draft stays in sight until another one takes its place."""
+    """A rejected draft is visible until another draft takes its place."""
     calls = [
         [[0, 1, 0, []]],
         [[0, 1, 0, [9]], [1, 1, 0, [8, 4]]],  # row 2's D is right, but row 1's E is not

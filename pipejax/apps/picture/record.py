@@ -42,7 +42,9 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
     texts = record.get("rows")
     found = record.get("row_tokens")
     if not _is_table(ids):
-        raise UserError(f"{place}: row_ids", found="no list of lists", expected="a record of pipejax decode")
+        raise UserError(
+            f"{place}: row_ids", found="no list of lists", expected="a record that pipejax decode wrote as JSON lines"
+        )
     if found is None and (texts is None or "pieces" in record):  # None: decoded without a tokenizer
         pieces = _pieces(record, place)
         found = [[_piece(i, pieces) for i in row] for row in ids]
