@@ -57,6 +57,20 @@ def test_estimate_is_close_to_the_compilers_allocation(source, mesh, train):
     assert 0.75 * compiled < sum(terms.values()) < 1.35 * compiled
 
 
+def test_dtype_auto_counts_as_the_dtype_of_the_device(monkeypatch):
+    """As in the line of `pipejax train --dry-run`, whose config keeps "auto"."""
+    shapes = {"source": (8, 512), "inputs": (8, 64)}
+
+    def total(dtype):
+        chosen = dataclasses.replace(config(512, {"data": 1}).train, remat="layers", dtype=dtype)
+        sizes = {"state": 0, "gradients": 0, "layers": 0, "blocks": True, "logits": 2**25}
+        return sum(memory.estimate(Config(model=MODEL, train=chosen), shapes, **sizes).values())
+
+    assert total("auto") == total("float32") > total("bfloat16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert total("auto") == total("bfloat16")
+
+
 @pytest.mark.parametrize("remat", ["none", "dots", "layers"])
 def test_attention_in_blocks_grows_with_the_length(remat):
     """For twice the length, the memory counted by tokens doubles, and there is no memory by pairs of tokens."""
@@ -106,14 +120,14 @@ def _leaves(tree):
 
 
 @pytest.mark.slow
-def test_measured_step_equals_a_training_step():
+def test_measurement_makes_a_training_step():
     chosen = shallow(config(32, {"data": 1}))
     peak, seconds = step_memory.measured_bytes(Trainer(chosen), chosen, steps=1)
     assert peak is None and seconds > 0  # a CPU reports no peak
 
 
 def test_published_sizes_have_the_published_parameter_counts():
-    """Parameters of T5 v1.0 in millions (Raffel et al. 2020, section 3.1.2 names 220 and 770; counted: 223, 738)."""
+    """Raffel et al. 2020 (section 3.1.2) state 220 and 770 million parameters for T5 v1.0; counted are 223 and 738."""
     for name, millions in (("small", 60.5), ("base", 222.9), ("large", 737.7)):
         model = ARCHITECTURES[name]
         layer = 4 * model.d_model * model.num_heads * model.d_kv
