@@ -95,6 +95,10 @@ def with_last_slot(flat: grid.Flat) -> grid.Flat:
     return flat._replace(weights=np.append(flat.weights[:-1], np.float32(1)))
 
 
+def with_blank_rows(self: Any, rows: Any, spells: Any, ids: Any, *, most: int, where: str) -> Target:
+    return self._laid_out(methods.spell(rows, spells, ids.ends), ids, most=most)
+
+
 def without_ids(self: Any, ids: Any) -> Any:
     return Pipelined(delay=self.grid.delay, time_max=self.grid.time_max, sub_max=self.grid.sub_max)
 
@@ -244,6 +248,7 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
         lambda: type("Own", (Staggered,), {"learned": lambda self: {"method.rows": self.rows}})(rows=3, width=3),
         "learned settings",
     ),
+    "blank rows that are laid out": (ours(target=with_blank_rows), "blank rows"),
     "cuts that are not reported": (ours(target=never_cut), "cuts are reported"),
     "a cut that is learned as an end": (ours(target=with_flat(with_last_slot)), "cuts are not ends"),
     "times that are decoded otherwise": (

@@ -129,7 +129,7 @@ def test_system_without_required_modules_raises_one_line(module: str) -> None:
         ("linux", "armv7l", 2**31 - 1, {"jax"}, "Python of 32 bits"),
     ],
 )
-def test_supported_platforms_are_accepted(
+def test_unsupported_platforms_are_refused(
     monkeypatch: pytest.MonkeyPatch, platform: str, machine: str, bits: int, absent: set[str], line: str
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)

@@ -519,7 +519,7 @@ def test_directory_is_created_completely_or_not_at_all(tmp_path):
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["out", "out/a"]
 
 
-def test_best_step_is_synced_before_it_counts(tmp_path, monkeypatch, said):
+def test_best_step_counts_only_after_it_is_saved(tmp_path, monkeypatch, said):
     best = Best(tmp_path, CONFIG)
     best.offer(1, (1.0,), tree(1.0)["params"])
     with monkeypatch.context() as patch:

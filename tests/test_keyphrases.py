@@ -73,7 +73,7 @@ def test_the_two_averages_differ() -> None:
     assert result["present_f1@M_mean_doc"] == pytest.approx(100 * (2 / 3 + 2 / 3 + 0) / 3)
 
 
-def test_scores_have_the_documented_keys() -> None:
+def test_unequal_lengths_are_refused_and_no_documents_score_zero() -> None:
     with pytest.raises(ValueError, match="got 2, 2 and 1"):
         score(["a", "b"], [["x"], ["y"]], [["x"]])
     with pytest.raises(ValueError, match="got 1, 2 and 2"):

@@ -753,7 +753,7 @@ def test_peaks_are_known_by_the_name_of_the_device():
 
 
 def test_batches_have_the_shapes_that_process_0_chose(tmp_path, monkeypatch):
-    """Processes on unlike processors round otherwise, may choose others, and would wait for each other for ever."""
+    """Other processors round differently and might choose other shapes, and processes would wait forever."""
     theirs, used = Shapes((48,), ((48, 40), (16, 24)), (64, 96), (12.5, 1 / 3)), []
 
     class Seen(Exception):

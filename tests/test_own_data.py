@@ -673,7 +673,7 @@ def test_file_for_a_split_without_a_share_is_accepted(tmp_path):
     ],
     ids=repr,
 )
-def test_values_of_all_kinds_become_texts(value, words):
+def test_values_of_all_types_are_described(value, words):
     assert kind(value) == words
 
 

@@ -283,7 +283,7 @@ def test_logits_equal_torch(kind: str, tmp_path: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_adapter_directories_round_trip(kind: str, tmp_path: Any) -> None:
-    """By way of files, the base's included: PEFT's directory becomes a run, and that one which transformers loads."""
+    """PEFT's directory becomes a run, and this run a directory that transformers loads, with the base's files."""
     if kind == "t5gemma2":
         of_transformers(kind).save_pretrained(tmp_path / "base")  # with its image encoder, which would be a large one
     else:

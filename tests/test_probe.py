@@ -455,7 +455,7 @@ def test_weights_learn_to_do_without_first(
 
 
 @pytest.mark.slow
-def test_numbers_of_measured_and_learned_examples_are_equal(run: Path, tmp_path: Path, said: list[str]) -> None:
+def test_examples_for_adaptation_are_drawn_at_random(run: Path, tmp_path: Path, said: list[str]) -> None:
     probe(run, tmp_path / "out", "--limit", "3", "--adapt", str(run / "labelled.jsonl"), "--updates", "2")
     assert any("labelled.jsonl: 32 of 40 examples are drawn at random" in line for line in said)
 

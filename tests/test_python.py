@@ -65,7 +65,7 @@ def t5(run: Path) -> pipejax.Generator:
         ),
     ],
 )
-def test_a_call_with_settings_is_a_checkpoint_opened_with_them(
+def test_call_with_settings_equals_a_checkpoint_opened_with_them(
     run: Path, t5: pipejax.Generator, method: str, values: dict[str, Any]
 ) -> None:
     before = t5.decode(TEXTS, method=method, max_length=8)
@@ -152,7 +152,7 @@ def test_settings_of_a_stream_apply_to_that_stream_only(t5: pipejax.Generator) -
         ("warm_up", {"time_max": 0}, "warm_up(): grid.time_max", ["0", "at least 1"]),
     ],
 )
-def test_settings_are_refused_in_pythons_words(
+def test_refused_settings_have_pythons_names(
     t5: pipejax.Generator, call: str, values: dict[str, Any], place: str, texts: list[str]
 ) -> None:
     given = {"decode": TEXTS, "stream_rows": TEXTS[0], "warm_up": [16]}[call]
@@ -214,7 +214,7 @@ def test_refused_overrides(run: Path, overrides: Any, place: str, texts: list[st
 # What there is.
 
 
-def test_dir_and_repr(run: Path, t5: pipejax.Generator) -> None:
+def test_dir_and_repr_show_the_public_names(run: Path, t5: pipejax.Generator) -> None:
     names = {name for name in dir(pipejax) if not name.startswith("_")}
     assert (
         names
@@ -285,7 +285,7 @@ TABLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_table_is_decoded(t5: pipejax.Generator, kind: str) -> None:
+def test_table_in_memory_is_decoded(t5: pipejax.Generator, kind: str) -> None:
     rows = [{"source": text, "id": f"n{i}"} for i, text in enumerate(TEXTS)]
     assert t5.decode(TABLES[kind](rows)) == t5.decode(rows)
 
@@ -314,7 +314,7 @@ def test_float32_cells_have_their_shortest_decimal_text(kind: str, tmp_path: Pat
     assert rows == [{"price": x, "all": [x, None], "whole": x} for x in PRICES]
 
 
-def test_cells_are_as_json_has_them() -> None:
+def test_cells_equal_values_of_json() -> None:
     missing = type("NAType", (), {})()
     row: dict[Any, Any] = {
         "a": math.nan,

@@ -1,4 +1,4 @@
-"""Checkpoints with weights in fewer bytes: they decode as the original does with its weights rounded."""
+"""Checkpoints with weights in fewer bytes decode like the original with rounded weights."""
 
 import dataclasses
 import json
@@ -84,7 +84,7 @@ def test_quantized_checkpoint_decodes_as_original_with_rounded_weights(weights, 
 @pytest.mark.parametrize("model", [MODEL, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("make", [Xla, lambda weights: OwnKernel(weights, cpu_kernel.LEVELS[0])], ids=["XLA", "kernel"])
 def test_stored_weights_compute_bit_identical_results(weights, model, make):
-    """Whole numbers and scales, for every backend."""
+    """Whole numbers and scales are stored, for every backend."""
     params = jax.tree.map(jnp.asarray, random_params(model))
     held = quantization.cast_or_quantize(params, jnp.float32, weights)
     prepare = jax.jit(partial(make(weights).prepare, t5.T5(model)))
@@ -149,7 +149,7 @@ def test_to_hf_of_float32_weights_reports_nothing(original, tmp_path, capfd):
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_twice_is_as_good_as_once(smaller, tmp_path):
+def test_quantizing_twice_changes_nothing(smaller, tmp_path):
     for weights in NARROW:
         convert(["quantize", str(smaller[weights]), str(tmp_path / weights), "--weights", weights])
         once, twice = (checkpoint.open_run(run).arrays for run in (smaller[weights], tmp_path / weights))
@@ -174,7 +174,7 @@ def test_low_rank_factors_are_merged_before(tmp_path):
 # Refusals.
 
 
-def test_nothing_is_overwritten_and_nothing_half_written(original, tmp_path):
+def test_no_file_is_overwritten_or_half_written(original, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there/file").touch()
     with refuses("there"):
@@ -190,7 +190,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(original, tmp_path):
 
 
 def test_quantized_checkpoint_cannot_be_resumed(smaller):
-    """It can begin there: `train.init_from` reads what `open_run` gives."""
+    """A run can start from it, since `train.init_from` reads the arrays of `open_run`."""
     with refuses("int8"):
         loop.fit(change(RUN_ON_ONE, decode={"weights": "int8"}), smaller["int8"])
     assert [path.name for path in (smaller["int8"] / "checkpoints").iterdir()] == ["0"]
@@ -220,7 +220,7 @@ def test_scales_that_do_not_fit_are_refused(spoil, says, smaller, tmp_path):
         load(tmp_path / "run")
 
 
-def test_a_changed_bit_is_found(smaller, tmp_path):
+def test_changed_bit_is_detected(smaller, tmp_path):
     shutil.copytree(smaller["int8"], tmp_path / "run")
     params = checkpoint.open_run(tmp_path / "run", packed=True).items["params"]
     stored = np.asarray(params["shared"]["embedding"]).tobytes()
@@ -241,5 +241,5 @@ def test_a_changed_bit_is_found(smaller, tmp_path):
     ],
 )
 def test_weights_in_fewer_bytes_keep_the_dtype_of_computing(weights: str, dtype: str, expected: str) -> None:
-    """On a CPU, whose default is float32."""
+    """The default dtype of a CPU is float32."""
     assert dtype_of(Config(decode=DecodeConfig(weights=weights, dtype=dtype))) == jnp.dtype(expected)

@@ -136,7 +136,7 @@ def without_ids(found):
 
 @pytest.mark.slow
 def test_records_equal_the_oracle(decoded, tokenizer):
-    """Text gets an eos, ids are taken as they are; fields, rows, steps and truncation by Algorithm 1 in plain lists."""
+    """Texts get an eos, ids are used unchanged; fields, rows, steps and truncation equal Algorithm 1 in plain lists."""
     ids = [tokenizer.encode(text) for text in SHORT[:6]]
     values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT[:6])]
     values += [{"id": f"e{i}", "source_ids": [*x, 1]} for i, x in enumerate(ids)]
@@ -167,7 +167,7 @@ def test_records_equal_the_oracle(decoded, tokenizer):
 
 
 def test_rows_contain_no_eos_and_no_empty_rows(decoded):
-    """Under `literal` rows continue after an empty one."""
+    """With the stop `literal`, rows continue after an empty one."""
     found, _ = decoded([{"source": text} for text in SHORT], "--set", "grid.stop=literal", model="pipelined")
     rows = [row for record in found for row in record["row_ids"]]
     assert len(rows) > len(found) and all(row and 1 not in row for row in rows)
@@ -177,7 +177,7 @@ def test_rows_contain_no_eos_and_no_empty_rows(decoded):
 @pytest.mark.slow
 @pytest.mark.parametrize("model, texts", [("pipelined", TEXTS), ("none", SHORT)], ids=["pipelined", "sequential"])
 def test_records_do_not_depend_on_the_batch(decoded, model, texts):
-    """Order and content are those of the input, alone or among others, padded much or little."""
+    """Records have the order of the input, and are equal alone and with other lines, with little or much padding."""
     values = [{"source": text} for text in texts]
     found = {size: decoded(values, "--batch-size", size, model=model)[0] for size in (1, 3, 8)}
     assert [record["id"] for record in found[1]] == [str(i + 1) for i in range(len(values))]
@@ -186,7 +186,7 @@ def test_records_do_not_depend_on_the_batch(decoded, model, texts):
     assert without_ids(decoded(values[::-1], model=model)[0]) == without_ids(found[1][::-1])
 
 
-def test_files_as_people_have_them(decoded):
+def test_files_with_usual_irregularities_are_read(decoded):
     clean, _ = decoded([{"source": text} for text in SHORT])
     lines = as_lines([{"source": text} for text in SHORT]).splitlines()
     windows = "\ufeff" + "\r\n".join(["", lines[0], "  ", "", *lines[1:]])  # no newline at the end
@@ -227,7 +227,7 @@ def test_records_without_a_tokenizer_have_ids_only(checkpoints, decoded, tokeniz
         ("sequential", "pipelined", "pipelined", 1),
     ],
 )
-def test_method(decoded, model, flag, used, warnings):
+def test_method_is_chosen_by_flag(decoded, model, flag, used, warnings):
     found, err = decoded([{"source": SHORT[2]}] * 8, *(["--method", flag] if flag else []), model=model)
     lines = err.splitlines()
     warned = [line for line in lines if line.startswith("warning: ")]
@@ -284,7 +284,7 @@ def test_settings_apply_and_truncation_is_reported(decoded, tokenizer):
 
 
 def test_summary(decoded, tokenizer):
-    """Steps measured and ideal; examples per second; what compiling took. Nothing but that on standard error."""
+    """It has measured and ideal steps, examples per second, and compilation; standard error has nothing else."""
     for model, name in (("pipelined", "pipelined"), ("sequential", "sequential")):
         found, err = decoded([{"source": text} for text in TEXTS], model=model)
         steps = np.mean([record["steps"] for record in found])
@@ -324,7 +324,7 @@ def test_repeated_ids_are_reported(decoded):
     assert "unique" not in decoded([{"source": SHORT[0]}] * 3)[1]
 
 
-def test_a_damaged_step_is_passed_over(checkpoints, decoded, tmp_path):
+def test_damaged_step_is_skipped(checkpoints, decoded, tmp_path):
     shutil.copytree(checkpoints / "none", tmp_path / "run")
     shutil.copytree(tmp_path / "run/checkpoints/0/params", tmp_path / "run/checkpoints/7/params")
     _, err = decoded([{"source": SHORT[0]}], model=tmp_path / "run")
@@ -332,14 +332,14 @@ def test_a_damaged_step_is_passed_over(checkpoints, decoded, tmp_path):
     assert f"{tmp_path}/run/checkpoints/0: used instead, as the newest intact step" in err
 
 
-def test_standard_output_holds_records_alone(checkpoints, decoded, tmp_path):
+def test_standard_output_has_only_records(checkpoints, decoded, tmp_path):
     expected, _ = decoded([{"source": text} for text in SHORT])
     out, err = run("--checkpoint", checkpoints / "none", "--input", tmp_path / "in.jsonl", "--output", "-")
     assert [json.loads(line) for line in out] == expected and len(err.splitlines()) == 3
 
 
 def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, monkeypatch):
-    """And what is compiled once is not compiled again."""
+    """Compiled programs are not compiled again."""
     compiled = []
 
     def nothing(model, strategy, weights, memory, carry, *more, sizes, slots, backend):
@@ -391,7 +391,7 @@ def test_python_refuses_values_that_iterate_over_column_names(checkpoints, given
 
 @pytest.mark.slow
 def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
-    """And those that were warmed up compile nothing at all."""
+    """Warmed-up lengths compile nothing."""
     opened = []
     monkeypatch.setattr(compile_cache, "use_cache", lambda: opened.append(1))
     generator = load(checkpoints / "pipelined")
@@ -412,7 +412,7 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     assert asked == [{"batch_size": 8, "length": fresh.config.data.max_source, "report": report, "adapter": None}]
 
 
-def test_a_named_pipe_is_a_file_too(checkpoints, decoded, tmp_path):
+def test_named_pipe_is_read(checkpoints, decoded, tmp_path):
     expected, _ = decoded([{"source": text} for text in SHORT])
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -473,7 +473,7 @@ def test_fields_are_read_as_in_training(data, value, read):
 
 
 def test_resume_continues_after_the_last_whole_record(checkpoints, decoded, tmp_path):
-    """The output is that of an uninterrupted run to the byte, also where a kill cut a line; the note goes with it."""
+    """The output has the bytes of an uninterrupted run, also if a kill cut a line; the note is removed at the end."""
     values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT)]
     decoded(values, model="pipelined")
     target = tmp_path / "out.jsonl"
@@ -496,7 +496,7 @@ def test_resume_continues_after_the_last_whole_record(checkpoints, decoded, tmp_
 
 
 def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypatch):
-    """It is good from the first kept record until the output is on the disk, whenever a kill comes."""
+    """It is valid from the first kept record until the output is on the disk, whenever a kill happens."""
     source, target, note = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.unfinished"))
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
     generator = load(checkpoints / "none")
@@ -602,7 +602,7 @@ def test_output_of_a_method_with_a_section_is_resumed(nested: bool, tmp_path: Pa
         other.resume(["1", "2"])
 
 
-def test_packed_lines_and_parquet_are_lines_too(checkpoints, decoded, tmp_path):
+def test_compressed_lines_and_parquet_are_read(checkpoints, decoded, tmp_path):
     values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT)]
     expected, _ = decoded(values)
     assert decoded(gzip.compress(as_lines(values).encode()))[0] == expected  # whatever the name
@@ -636,8 +636,8 @@ def as_cells(record):
     return {key: "" if value is None else str(value) for key, value in cells.items()}
 
 
-def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
-    """CSV, TSV and Parquet, on both sides, hold what lines of JSON hold."""
+def test_tables_are_read_and_written(checkpoints, decoded, tmp_path):
+    """CSV, TSV and Parquet as input and output have the content of lines of JSON."""
     values = [{"id": f"t{i}", "source": f'{text} ; "x"\n' if i == 2 else text} for i, text in enumerate(SHORT[:5])]
     flags = "--set", "decode.scores=true", "--checkpoint", checkpoints / "pipelined"
     expected, _ = decoded(values, *flags)
@@ -674,7 +674,7 @@ def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
 
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
-    """Also for labels; a CSV whose rows are lost in a quote is refused, and nothing of it is answered."""
+    """Labels are read too; a CSV whose rows are lost in a quote is refused, and none of its lines is answered."""
     lines = [f"r{i}\tthe baker {i}" for i in range(40)]
     lines[3], lines[30], lines[35] = 'r3\t"the baker', 'r30\tsang"', 'r35\tthe 12" baker'
     (tmp_path / "in.tsv").write_text("\n".join(["id\tsource", *lines]))
@@ -695,7 +695,7 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
 
 
 def test_table_output_is_resumed(checkpoints, tmp_path, monkeypatch):
-    """Until it is made its records are lines beside it; an older one stays until then, also on a full disk."""
+    """Until it is complete, records are in a file of lines; an older output is kept until then, also on a full disk."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.csv"
     source.write_text(as_lines({"source": text} for text in SHORT[:4]))
     target.write_text("older")
@@ -730,8 +730,8 @@ def test_table_output_is_resumed(checkpoints, tmp_path, monkeypatch):
     assert target.read_bytes() == made and made.count(b"\n") == 5
 
 
-def test_cells_of_a_table_come_back_as_they_are(tmp_path):
-    """Line ends of all kinds, quotes and delimiters; lists are lists in Parquet, and JSON elsewhere."""
+def test_cells_of_a_table_are_unchanged(tmp_path):
+    """Cells have line ends of all kinds, quotes and delimiters; lists are lists in Parquet, and JSON elsewhere."""
     texts = ["a\rb", "a\nb", "a\r\nb", 'a"b', "a,b\tc", "é"]
     values = [{"id": text, "text": text, "repeated": [i]} for i, text in enumerate(texts)]
     for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("a.parquet", "")):
@@ -747,7 +747,7 @@ def test_cells_of_a_table_come_back_as_they_are(tmp_path):
         assert found == values
 
 
-def test_outputs_that_no_table_can_be(tmp_path, monkeypatch):
+def test_unsuitable_table_outputs_are_refused(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("{}")
     for name in ("a.jsonl.gz", "a.csv.GZ", "a.zst"):
         with pytest.raises(UserError, match="found the name of a compressed file"):
@@ -775,7 +775,7 @@ SPOILT = [
 
 
 def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
-    """Each is reported with its place, then the count; by default the first one ends decoding, which can be resumed."""
+    """Each is reported with its place, then the count; by default the first ends decoding, which can be resumed."""
     good = [{"id": f"g{i}", "source": text} for i, text in enumerate(SHORT[:4])]
     expected, _ = decoded(good)
     lines = [line.encode() for line in as_lines(good).splitlines()]
@@ -806,7 +806,7 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
 
 
 def test_blank_id_counts_as_absent():
-    """As null; an empty one is an id, as in lines of JSON."""
+    """This is like null; an empty id is an id, as in lines of JSON."""
     config = Config(model=MODEL)
     given = ({"id": " "}, {"id": None}, {"id": float("nan")}, {}, {"id": ""}, {"id": 7})
     found = [sources.of_record(value | {"source": "x"}, "source 0", 0, config).id for value in given]
@@ -814,7 +814,7 @@ def test_blank_id_counts_as_absent():
 
 
 def test_field_missing_from_all_records_is_refused(tmp_path):
-    """In a file, in a list, and in the first line of a pipe; elsewhere a field may be absent."""
+    """This holds for files, lists, and the first line of a pipe; otherwise a field may be absent."""
     config = Config(model=MODEL, data=DataConfig(**TEMPLATE))
     fields = sources.fields_of(config)
     assert fields == ("question", "context") and sources.fields_of(Config(data=DataConfig(task="demo"))) == ()
@@ -835,8 +835,8 @@ def test_field_missing_from_all_records_is_refused(tmp_path):
     assert len(list(records.read_sources(generator, placed[::-1], "pipelined", at_once=True))) == 2
 
 
-def test_a_saved_data_set(tmp_path, monkeypatch):
-    """The library's own reader is asked; its splits and its absence are told."""
+def test_saved_data_set_is_read(tmp_path, monkeypatch):
+    """The library's own reader reads it; its splits, and a missing library, are reported."""
     (tmp_path / "set" / "train").mkdir(parents=True)
     (tmp_path / "set" / "dataset_dict.json").write_text("{}")
     (tmp_path / "set" / "train" / "state.json").write_text("{}")
@@ -923,7 +923,7 @@ def test_interrupted_decode_leaves_complete_records(checkpoints, tmp_path):
 
 
 def test_appended_lines_keep_their_note(tmp_path):
-    """A kill between a note that is taken away and one that is written would make a resume impossible."""
+    """If a kill came between the removal of a note and the new note, the output could not be resumed."""
     target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
     first = resume.Unfinished(str(target), {"input": "a"})
     first.write(b'{"id": 1}\n')
@@ -939,7 +939,7 @@ def test_appended_lines_keep_their_note(tmp_path):
     assert not note.exists()
 
 
-def test_lines_of_other_work_have_no_note(tmp_path):
+def test_output_of_another_command_has_no_note(tmp_path):
     target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
     target.write_text('{"id": 7}\n')
     output = resume.Unfinished(str(target))

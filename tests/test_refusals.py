@@ -1,4 +1,4 @@
-"""Bad input to the commands: exit code 2, a last line that names the culprit, and nothing that existed is touched."""
+"""Bad input to commands gives exit code 2 and a last line that names the culprit, and changes no existing file."""
 
 import errno
 import io
@@ -183,7 +183,7 @@ def decode_flags(**changes):
         (decode_flags(checkpoint="{checkpoints}/bare"), ["in.jsonl:1: found text", "no tokenizer", "source_ids"]),
     ],
 )
-def test_decode(refused, flags, words):
+def test_decode_refuses_invalid_flags(refused, flags, words):
     refused(decode.main, *flags, words=words)
 
 
@@ -278,7 +278,7 @@ TRAIN = ["--config", "{tmp}/config.py", "--workdir"]
         ([*TRAIN, "{tmp}", "--set", "data.task=demo"], ["{tmp}", "other files"]),
     ],
 )
-def test_train(refused, flags, words):
+def test_train_refuses_invalid_flags(refused, flags, words):
     refused(train.main, *flags, words=words)
 
 
@@ -304,7 +304,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("split", ["train", "dev"])
 @pytest.mark.parametrize("case", EXAMPLES)
-def test_examples(refused, places, case, split):
+def test_invalid_examples_are_refused(refused, places, case, split):
     line, words = EXAMPLES[case]
     good = ROW % 0 + ROW % 1 + ROW.replace(b'"id": "%d", ', b"")
     (places["tmp"] / "in.jsonl").write_bytes(good)
@@ -313,13 +313,13 @@ def test_examples(refused, places, case, split):
     refused(train.main, *flags, words=["bad.jsonl:4: ", *words])
 
 
-def test_bad_examples_alone(refused, places):
+def test_file_of_only_bad_examples_is_refused(refused, places):
     (places["tmp"] / "in.jsonl").write_bytes(b"{\n[]\n")
     words = ["in.jsonl: found 2 bad lines", "in.jsonl:1: not JSON"]
     refused(train.main, *TRAIN, "w", "--skip-bad", words=words)
 
 
-def test_no_examples(refused, places):
+def test_file_without_examples_is_refused(refused, places):
     (places["tmp"] / "in.jsonl").write_bytes(b"\n")
     words = ["in.jsonl: found no lines; expected at least one example"]
     refused(train.main, *TRAIN, "w", words=words)
@@ -341,7 +341,7 @@ def test_no_examples(refused, places):
         (["to-hf", "{checkpoints}/good", "{tmp}/out.jsonl"], ["{tmp}/out.jsonl: found an existing file"]),
     ],
 )
-def test_convert(refused, flags, words):
+def test_convert_refuses_invalid_flags(refused, flags, words):
     refused(convert_main, *flags, words=words)
 
 
@@ -399,7 +399,7 @@ def test_end_of_a_command_has_one_line_and_an_exit_code(capsys, monkeypatch):
         assert caught.value.code == number
 
 
-def test_a_line_is_no_longer_than_can_be_read(capsys):
+def test_error_line_has_limited_length(capsys):
     def fails(argv):
         raise UserError(f"{'x' * 10**6}: found too much; expected less")
 
@@ -427,7 +427,7 @@ def test_invalid_path_is_refused(path, reason):
 
 
 def test_files_that_may_be_open(tmp_path):
-    """Fewer than a save needs: the limit is raised if possible; otherwise it is refused before anything hangs."""
+    """The limit is below the need of a save: it is raised if possible; otherwise the command is refused immediately."""
     text = "from pipejax.system import cli; import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
     text += "cli.run(lambda argv: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) or 0)"
     for limit, code, out, err in (
@@ -464,7 +464,7 @@ def test_help_is_no_error(capsys, main):
     ],
     ids=["decode", "input and output", "train", "convert"],
 )
-def test_from_the_shell(places, command, words):
+def test_shell_gets_exit_code_and_last_line(places, command, words):
     before = snapshot(places["tmp"])
     with (places["tmp"] / "in.jsonl").open("rb") as file:
         ended = subprocess.run(

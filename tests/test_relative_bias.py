@@ -1,4 +1,4 @@
-"""The relative bias and its gradient, against lookups as JAX differentiates them."""
+"""The relative bias and its gradient equal lookups that JAX differentiates."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_values_along_diagonals_and_their_gradient(length):
 
 @pytest.mark.parametrize("elements", [2**24, 40])
 def test_buckets(elements, monkeypatch):
-    """The gradient, in one product and in several."""
+    """The gradient is computed in one product and in several."""
     monkeypatch.setattr(relative_bias, "ELEMENTS", elements)
     table, bucket = normal(0, 5, 3), np.random.default_rng(1).integers(0, 5, (2, 6, 4)).astype(np.int32)
     direction = normal(2, 2, 3, 6, 4)

@@ -1,4 +1,4 @@
-"""Training data elsewhere: URLs, patterns, splits of the hub, and files that are read as they are needed."""
+"""Remote training data: URLs, patterns, splits of the hub, and files that are read during training."""
 
 import gzip
 import io
@@ -170,8 +170,8 @@ LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
         ("simplecache::file://{}*.jsonl", ["simplecache::file://{}.jsonl"]),
     ],
 )
-def test_urls_in_a_chain(memory: MemoryFileSystem, tmp_path: Path, url: str, names: list[str]) -> None:
-    """A member of an archive stays open although nobody else holds the archive; a pattern keeps the chain."""
+def test_chained_urls_are_read(memory: MemoryFileSystem, tmp_path: Path, url: str, names: list[str]) -> None:
+    """A member of an archive is open although no other object holds the archive; a pattern keeps the chain."""
     cells = "source,targets\n" + "".join(f"text {i},row {i}\n" for i in range(23))
     table = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), table)
@@ -191,7 +191,7 @@ def test_urls_in_a_chain(memory: MemoryFileSystem, tmp_path: Path, url: str, nam
 
 
 def test_chain_that_breaks_raises_one_line(memory: MemoryFileSystem, tmp_path: Path) -> None:
-    """No archive, none of that name, no such member, and a member that is damaged in its middle."""
+    """Causes: no archive, no file of this name, no such member, and a member that is damaged in the middle."""
     path = packed(tmp_path, a_jsonl=LINES * 400)
     (tmp_path / "bad.zip").write_bytes(path.read_bytes().replace(b"text 7", b"text 8", 1))
     memory.pipe("/a.zip", LINES)
@@ -262,7 +262,7 @@ def test_each_pass_shuffles_all_examples_once(memory: MemoryFileSystem, counts: 
 
 @pytest.mark.parametrize("seed", [0, 1, 7])
 def test_file_order_differs_in_every_pass(seed: int) -> None:
-    """Of four files six passes have at least four orders, each with all of them; the seed and the pass decide."""
+    """Six passes over four files have at least four orders, each with all files; seed and pass determine the order."""
     orders = list[tuple[str, ...]]()
 
     def read(files: Sequence[str]) -> Iterator[list[Example]]:
@@ -282,7 +282,7 @@ def test_file_order_differs_in_every_pass(seed: int) -> None:
 
 
 def test_stream_of_tables_logs_once(memory: MemoryFileSystem, said: list[str]) -> None:
-    """All passes over: quotes are text in a TSV; a CSV in whose quotes rows are lost ends the run."""
+    """There is one line for all passes: quotes are text in a TSV; a CSV with rows lost in quotes ends the run."""
     memory.pipe("/t/a.tsv", "\n".join(["source\ttargets", *[f'"s{i}"\tx' for i in range(9)], 's9\t"', 't\t"']).encode())
     given = of("memory://t/*.tsv", stream=4, rows="delimiter")
     assert isinstance(given, Stream)
@@ -297,7 +297,7 @@ def test_stream_of_tables_logs_once(memory: MemoryFileSystem, said: list[str]) -
         [Shuffled(given, seed=0)[i] for i in range(12)]
 
 
-def test_an_example_depends_on_its_number_and_the_seed_alone(
+def test_example_depends_only_on_its_number_and_the_seed(
     memory: MemoryFileSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -361,7 +361,7 @@ def test_bad_lines_at_the_beginning_are_left_out(memory: MemoryFileSystem, caplo
     assert len(told) == len(set(told)) == 6
 
 
-def test_a_stream_is_of_files() -> None:
+def test_streams_need_files() -> None:
     with pytest.raises(UserError, match=r"a stream with data.task = demo; expected data.task = jsonl or csv$"):
         Examples.of(change(CONFIG, data={"stream": 24}))
 

@@ -42,7 +42,7 @@ def processed(ids: list[int], logits: np.ndarray, penalty: float, ngram: int) ->
 
 
 def test_logits_of_one_row_equal_those_of_transformers() -> None:
-    """600 random rows of few tokens, so that many n-grams are repeated; each has its own settings."""
+    """600 random rows have few different tokens, so that many n-grams are repeated; each has its own settings."""
     rng, count, width, size = np.random.default_rng(0), 600, 12, 9
     prefix, length = rng.integers(0, size, (count, width)), rng.integers(0, width + 1, count)
     logits = (3 * rng.standard_normal((size, count))).astype(np.float32)
@@ -166,7 +166,7 @@ def test_batches_streams_drafts_and_scores_agree(strategy: str, ways: list[dict[
 
 
 def test_scores_are_those_of_the_model() -> None:
-    """The log-probability of a token does not depend on the rule, as long as the tokens before it do not."""
+    """The log-probability of a token does not depend on the rule if the tokens before it do not."""
     made = generator("sequential")
     free, ruled = (made.decode(SOURCES, scores=True, no_repeat_ngram_size=n) for n in (0, 1))
     for one, other in zip(free, ruled, strict=True):
@@ -189,7 +189,7 @@ def test_sampled_tokens_repeat_nothing() -> None:
 def test_answers_by_a_schema_are_the_best_of_the_allowed_tokens(
     penalty: float, ngram: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The names of properties are exempt. Tokens that the schema alone allows are written even if they are repeated."""
+    """Names of properties are exempt. If only repeated tokens are allowed by the schema, they are written."""
     texts = ["".join(letters) for letters in itertools.product("abc", repeat=4)][::2]
     monkeypatch.setattr(schemas, "FINITE", {"one": texts, "two": [*texts, "null"], "three": ["ababab", "aaa"]})
     asked = {"type": "object", "properties": {name: {"enum": values} for name, values in schemas.FINITE.items()}}
@@ -232,7 +232,7 @@ def test_answers_by_a_schema_are_the_best_of_the_allowed_tokens(
 
 
 def test_separators_and_names_are_exempt() -> None:
-    """One token of each row and one n-gram may occur in all of them: the name's."""
+    """The name's tokens and n-grams may occur in all rows."""
     made = schemas.generator(3, decode={"repetition_penalty": 50.0}, row_names=(*schemas.NAMES[:3],))
     names = [made.tokenizer.encode(name) for name in schemas.NAMES[:3]] if made.tokenizer else []
     (record,) = made.decode(["red ab"])
@@ -284,7 +284,7 @@ def test_slower_steps_are_reported_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_generation_config_is_read_and_written() -> None:
-    """Both settings are converted for a sequential decoder; with beams, a line names them as ignored."""
+    """Both settings are converted for a sequential decoder; with beams, a line reports that they are ignored."""
     given = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     made = generation.Generation(Path("g.json"), given)
     decode, lines = generation.decoding(made, MORE_WORDS)
@@ -309,7 +309,7 @@ def test_program_for_transformers_reports_the_settings_that_it_ignores(tmp_path:
 
 
 def test_settings_of_a_request_are_in_its_sampling() -> None:
-    """With `decode` as the default of requests."""
+    """The settings of `decode` are the defaults of requests."""
     found = Sampling.of(DecodeConfig(repetition_penalty=1.5), 7)
     assert (found.repetition_penalty, found.no_repeat_ngram_size, found.seed) == (1.5, 0, 7)
     assert Ids.of(MORE_WORDS).bos == 0

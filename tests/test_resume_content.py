@@ -160,7 +160,7 @@ def step(here: Path) -> Restored:
 
 
 def test_run_of_former_version_resumes_at_equal_paths(here: Path, away: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checkpoints do not say what was there, so a copy may be another thing."""
+    """Its checkpoints have no digests of content, so a copy may differ."""
     monkeypatch.chdir(here)
     bare = dataclasses.replace(step(here), metadata={})
     prints = Examples.of(config()).fingerprints
@@ -175,7 +175,7 @@ def test_run_of_former_version_resumes_at_equal_paths(here: Path, away: Path, mo
 
 
 def test_fingerprint_of_a_former_version_is_compared_in_part(here: Path, away: Path) -> None:
-    """It was of a thousand examples at the most."""
+    """It covered at most a thousand examples."""
     before = Examples.of(config(train=str(here / "train.jsonl"), dev="")).fingerprints
     now = Examples.of(config(train=str(away / "one.jsonl"), dev="")).fingerprints
     assert before["data"] == now["data"] and before["data_whole"] != now["data_whole"]
@@ -183,8 +183,8 @@ def test_fingerprint_of_a_former_version_is_compared_in_part(here: Path, away: P
     assert fingerprint(few) == fingerprint(few, None)
 
 
-def test_only_places_are_left_to_the_content() -> None:
-    """All other keys are compared as they are, and none is forgotten by both."""
+def test_only_paths_are_compared_by_content() -> None:
+    """All other keys are compared by value, and each key is compared in one of the two ways."""
     old, new = config(), config(train="x", dev="y", tokenizer="z", init_from="w", init_best=True, skip_bad=True)
     check_resume(old, new, Path("run"))
     assert {key for key in PLACES if key.startswith("train.")} == {"train.init_from", "train.init_best"}

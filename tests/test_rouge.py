@@ -47,7 +47,9 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
         (["", "cat"], ["cat", ""], (100, 0, 100, 100)),
     ],
 )
-def test_one_document(gold: list[str], predicted: list[str], expected: tuple[float, ...]) -> None:
+def test_scores_of_one_document_equal_hand_computed_scores(
+    gold: list[str], predicted: list[str], expected: tuple[float, ...]
+) -> None:
     result = score([gold], [predicted])
     assert tuple(result) == TYPES
     assert list(result.values()) == pytest.approx(list(expected))
@@ -58,7 +60,7 @@ def test_scores_are_means_over_documents() -> None:
     assert result["rouge1"] == pytest.approx(100 * (1 + 2 / 3 + 0) / 3)
 
 
-def test_shapes() -> None:
+def test_unequal_lengths_are_refused_and_no_documents_score_zero() -> None:
     with pytest.raises(ValueError, match="got 1, 1 and 0"):
         score([["x"]], [])
     assert score([], []) == dict.fromkeys(TYPES, 0.0)
@@ -181,12 +183,12 @@ def test_equal_texts_of_any_script_score_100(script: str) -> None:
         ("กำ", "ก", 0, 0),
     ],
 )
-def test_words_of_other_scripts(gold: str, predicted: str, one: float, two: float) -> None:
+def test_words_of_other_scripts_are_split(gold: str, predicted: str, one: float, two: float) -> None:
     found = metrics.score("rouge", [""], [[gold]], [[predicted]])
     assert (found["rouge1"], found["rouge2"]) == pytest.approx((one, two))
 
 
-def test_english_scores_the_same_by_either() -> None:
+def test_english_scores_equal_in_both_metrics() -> None:
     rng, signs = random.Random(1), "abcXYZ019 _-.,'\"$+#(/\n"
     texts = [["".join(rng.choices([*signs, "running ", "cats "], k=30)) for _ in range(3)] for _ in range(200)]
     gold, predicted = texts[:100], texts[100:]

@@ -68,7 +68,7 @@ def transformers_writes(directory: Path, cases: list[dict[str, Any]]) -> list[An
 
 @pytest.mark.parametrize("models", [pytest.param(1, marks=pytest.mark.slow), pytest.param(43, marks=pytest.mark.long)])
 def test_rows_equal_algorithm_1(models: int, tmp_path: Path) -> None:
-    """In batches, without pipejax and JAX: rows, steps, bounds, and the sequence of tokens that joins them."""
+    """In batches without pipejax and JAX, rows, steps, bounds and the joined sequence of tokens are equal."""
     rng, cases, expected = np.random.default_rng(0), [], []
     for number in range(models * len(SETTINGS)):
         model, settings = SETTINGS[number % len(SETTINGS)]
@@ -190,7 +190,7 @@ def test_arguments_that_it_does_not_follow_are_refused_in_one_line(given: dict[s
 
 
 def test_neutral_values_are_accepted(written: Any) -> None:
-    """As transformers hands them over, with its defaults, and with the model's own settings given once more."""
+    """transformers passes them with its defaults, and the model's settings may be passed again."""
     expected = written().tolist()
     same = {
         **dict.fromkeys(("logits_processor", "stopping_criteria", "streamer", "assistant_model", "synced_gpus")),
@@ -217,7 +217,7 @@ def test_neutral_values_are_accepted(written: Any) -> None:
 
 
 def test_a_source_keeps_its_end_token_if_it_is_also_the_filler(tmp_path: Path) -> None:
-    """As transformers' own `generate`, which infers no mask then."""
+    """As in transformers' own `generate`, no mask is inferred then."""
     generate = generate_of(dataclasses.replace(FEW_WORDS, pad_token_id=1), tmp_path)
     sources, whole = torch.randint(2, 9, (20, 4), generator=torch.Generator().manual_seed(0)), torch.ones((1, 4))
     sources[:, -1] = 1
@@ -251,7 +251,7 @@ def directory(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_seq2seq_trainer_predicts_rows(
     kind: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In batches, twice, with losses where there are labels; each answer is the one that its source alone gets."""
+    """It predicts in batches, twice, with losses if there are labels; each answer equals that of its source alone."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     own = kind == "own generate"
@@ -288,7 +288,7 @@ def test_seq2seq_trainer_predicts_rows(
 
 
 def test_settings_in_a_config_are_followed(written: Any) -> None:
-    """As settings in arguments are."""
+    """They have the effect of settings in arguments."""
     how = {"return_dict_in_generate": True}
     steps = [written(time_max=n, **how).steps for n in (2, 5)]
     assert steps == [[2], [5]]

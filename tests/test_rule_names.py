@@ -271,7 +271,7 @@ def test_the_rule_of_the_page_changes_answers(page: str) -> None:
 
 
 def test_opening_a_run_imports_no_rule(page: str, tmp_path: Path) -> None:
-    """The command names the rule, and then it is imported; without a name, decoding refuses the run."""
+    """The rule is imported if the command names it; otherwise decoding refuses the run."""
     config = dataclasses.replace(generator().config, train=TrainConfig(method="pipelined"))
     named = dataclasses.replace(config, decode=dataclasses.replace(config.decode, rules=page))
     params = oracle.random_params(MORE_WORDS, np.random.default_rng(4), eos_scale=1.1)

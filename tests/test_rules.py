@@ -1,4 +1,4 @@
-"""Rules that change logits: decodes with rules equal Algorithm 1 in plain Python, over a random model."""
+"""Decodes with rules that change logits equal Algorithm 1 in plain Python, for random models."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -332,7 +332,7 @@ def test_decode_without_repetition_and_with_drafts_equals_plain_python(
 
 
 def test_rule_that_would_leave_no_token_does_not_change_the_query() -> None:
-    """Of two rules that forbid complementary tokens the first one is followed."""
+    """If two rules forbid complementary tokens, the first is followed."""
     even = np.arange(WORDS) % 2 == 0
     source, strategy = sources(0), Sequential(6)
     alone = decode(strategy, np.int32(0), source, DecodingOptions(rules=(Allowed(np.tile(even, (BATCH, 1))),)))

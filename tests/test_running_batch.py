@@ -1,4 +1,4 @@
-"""A running batch beside numbers: memories that join, the programs compiled for it, and a cache that grows."""
+"""A running batch of number memories: sources that join, its compiled programs, and a cache that grows."""
 
 import dataclasses
 import itertools
@@ -72,7 +72,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("own, one", [*itertools.product(LENGTHS, LENGTHS)])
-def test_memories_that_join_become_as_long_as_the_longer(programs: BatchPrograms, own: int, one: int) -> None:
+def test_joining_memories_are_padded_to_the_longer(programs: BatchPrograms, own: int, one: int) -> None:
     call = Calls()
     encoded, _, joined = programs.join(call, of(own), of(0), of(one))
     assert encoded.length == joined.length == max(own, one)
@@ -80,7 +80,7 @@ def test_memories_that_join_become_as_long_as_the_longer(programs: BatchPrograms
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_all_programs_by_which_sources_join_are_compiled_before(
+def test_programs_for_joining_sources_are_compiled_ahead(
     programs: BatchPrograms, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled, called = Calls(), Calls()
@@ -137,7 +137,7 @@ def drafted() -> Generator:
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [1, 2])
 def test_drafts_of_a_small_t5_do_not_depend_on_former_answers(drafted: Generator, places: int) -> None:
-    """Answers of a running batch take no more calls than answers of batches of the same size, which begin anew."""
+    """Answers of a running batch take no more calls than answers of new batches of the same size."""
     rng = np.random.default_rng(0)
     given = [rng.integers(2, 60, 12).tolist() for _ in range(6)]
     records = drafted.decode(given, method="pipelined", batch_size=places)

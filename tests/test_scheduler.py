@@ -1,4 +1,4 @@
-"""The scheduler step by step, without threads: batches that decode nothing, and a compiler that a test runs."""
+"""The scheduler step by step, without threads: batches that decode nothing, and a compiler that tests control."""
 
 import dataclasses
 import logging
@@ -223,7 +223,7 @@ def test_each_step_delivers_its_tokens(scheduler: Served) -> None:
     assert client.record["row_ids"] == [[2, 3, 4, 5, 6, 7]] and not scheduler.has_work
 
 
-def test_queue_is_full_when_so_many_wait_beside_those_with_a_place(generator: Generator) -> None:
+def test_queue_limit_excludes_requests_with_free_places(generator: Generator) -> None:
     scheduler = Served(generator, places=2, queue=3)
     scheduler.submit(*[plain(2)] * 5)  # two of them can have a place
     with pytest.raises(Full, match="5 requests wait"):
@@ -307,7 +307,7 @@ LARGER = "an answer that needs a larger cache (64 tokens)"
 def test_log_has_a_line_for_each_cause_of_compilation(
     scheduler: Served, new: Request, causes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once for each cause, and none for programs that are compiled."""
+    """There is one line for each cause, and none for compiled programs."""
     scheduler.records(plain(2))
     own = logging.getLogger("pipejax.apps.serving.compile_log")
     with caplog.at_level("INFO", logger="pipejax"):
@@ -329,7 +329,7 @@ def test_new_combination_is_named_by_its_parts(scheduler: Served) -> None:
 
 
 def test_cache_grows_while_others_continue(scheduler: Served) -> None:
-    """A request that outgrew the cache gets each token once, begins again before all others, and keeps its bound."""
+    """A request that outgrew the cache gets each token once, starts again before all others, and keeps its bound."""
     scheduler.records(plain(2))
     scheduler.records(*[plain(2)] * 3)
     for places in (1, 2):  # all programs for the prompt of 9 tokens, but not its larger cache
@@ -347,7 +347,7 @@ def test_cache_grows_while_others_continue(scheduler: Served) -> None:
 
 
 @pytest.mark.parametrize(("places", "length"), [(2, 1), (1, 1)])
-def test_lone_request_takes_the_batch_that_is_compiled(scheduler: Served, places: int, length: int) -> None:
+def test_single_request_uses_the_compiled_batch(scheduler: Served, places: int, length: int) -> None:
     compiled = scheduler.batch(places).needs_of(length, length, 8, {StepKind.TOKENS})
     scheduler.compiler.compiled |= dict.fromkeys([WEIGHTS, *compiled], True)
     assert scheduler.records(plain(length), compiles=False)[0]["row_ids"] and not scheduler.compiler.asked
@@ -396,7 +396,7 @@ def test_unused_memory_is_freed_after_a_compilation_lacked_memory(
 
 
 def test_warm_up_plans_all_lengths_and_caches_of_both_batches(scheduler: Served) -> None:
-    """First the programs that answer every prompt."""
+    """Programs that answer every prompt are first."""
     asked = list[tuple[int, Any]]()
     ask = scheduler.compiler.ask
 

@@ -95,7 +95,7 @@ def test_failed_work_does_not_end_thread(raised: BaseException) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25])
-def test_share_of_the_time(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def test_time_is_shared_among_clients(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     now, slept = [0.0], list[float]()
 
     def sleep(seconds: float) -> None:
@@ -151,7 +151,7 @@ def test_steps_of_work_are_bounded_by_the_effort() -> None:
                 made.text(f"{i}")
 
 
-def test_warnings_of_a_schema_come_once(said: list[str]) -> None:
+def test_warnings_of_a_schema_are_logged_once(said: list[str]) -> None:
     own = schemas.generator()
     asked = of(a={"type": "string", "enum": ["日本", "a"]}, b={"type": "string", "pattern": "a.{6}b"})
     with pytest.raises(Uncompiled):
@@ -173,7 +173,7 @@ def asking(**properties: Any) -> dict[str, Any]:
 
 
 def test_new_schemas_do_not_wait_for_bad_ones(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bad schemas take long in a separate thread."""
+    """Bad schemas take long, in a separate thread."""
     go_on, under, begun = threading.Event(), Generator.under, list[int]()
 
     def slow(generator: Generator, schema: Any, strategy: Any, **more: Any) -> Any:
@@ -231,7 +231,7 @@ def test_too_many_bad_schemas_of_a_client_are_refused(engine: ScriptedEngine, mo
     assert sorted(reply.status_code for reply in replies) == [400] * 6 + [429] * 4
 
 
-def test_client_is_its_key_or_else_its_address(engine: ScriptedEngine) -> None:
+def test_client_is_identified_by_key_or_address(engine: ScriptedEngine) -> None:
     def scope(key: bytes, address: str) -> dict[str, Any]:
         return {"headers": [(b"authorization", key)], "client": (address, 5)}
 

@@ -1,4 +1,4 @@
-"""Answers that follow JSON schemas, in all ways to decode: against jsonschema, Algorithm 1 and plain Python."""
+"""Answers that follow JSON schemas, in all ways of decoding, against jsonschema, Algorithm 1 and plain Python."""
 
 import concurrent.futures
 import contextlib
@@ -98,7 +98,7 @@ def walk(found: Any, strategy: Any, rng: np.random.Generator, count: int = 16) -
 
 
 def test_every_allowed_answer_is_valid() -> None:
-    """With any tokens that a model prefers, rows end in time, and jsonschema accepts the object."""
+    """With any preferred tokens, rows end in time, and jsonschema accepts the object."""
     made, rng, seen = generator(time_max=30, delay=2), np.random.default_rng(1), set[str]()
     for asked in many(30):
         texts = walk(made.under(asked).answer_format, made.make_strategy("pipelined"), rng)
@@ -117,7 +117,7 @@ def test_ten_thousand_answers_are_valid(delay: int) -> None:
 
 @pytest.mark.slow
 def test_rows_that_start_later_end_in_time() -> None:
-    """An id has 12 characters, most of which are a token each; a text would go on for ever."""
+    """An id has 12 characters, most of which are a token each; a text would never end."""
     made, asked = generator(3, time_max=26, delay=2), schema("text", "id", "tags")
     found = check(made.decode(SOURCES, schema=asked, temperature=3.0), asked)
     assert max(len(one["text"]) for one in found) > 15
@@ -141,7 +141,7 @@ def test_a_bound_that_is_too_tight_is_refused() -> None:
     "native, delay",
     [(False, 0), pytest.param(False, 2, marks=pytest.mark.slow), pytest.param(True, 0, marks=pytest.mark.slow)],
 )
-def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, request: Any) -> None:
+def test_tokens_are_the_best_after_which_rows_can_end(native: bool, delay: int, request: Any) -> None:
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
     asked = of(**{name: {"enum": values} for name, values in schemas.FINITE.items()})
     near = list[bool]()
@@ -172,7 +172,7 @@ def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, reques
 
 @pytest.mark.slow
 def test_streams_and_refilled_batches_give_the_same() -> None:
-    """Requests with other schemas, and without one, come and go at the same time."""
+    """Requests with other schemas, and without one, join and leave at the same time."""
     served = generator(row_names=(*schemas.NAMES[:4],))
     ways = [served.under(schema("short", "range", "yes")), served.under(schema("colour")), served]
     expected = [way.decode(SOURCES[:4]) for way in ways]
@@ -305,7 +305,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_schemas_that_rows_cannot_follow(case: str, made: Any) -> None:
+def test_schemas_that_rows_cannot_follow_are_refused(case: str, made: Any) -> None:
     asked, words = REFUSED[case]
     with pytest.raises(UserError, match=words) as told:
         made.decode(["a"], schema=asked)
@@ -349,7 +349,7 @@ ALIKE: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("kind", ALIKE)
 def test_each_refusal_names_its_own_cause(kind: str, made: Any) -> None:
-    """Without what was found, no two say the same."""
+    """Without the found value, no two refusals are equal."""
     said = list[str]()
     for one in ALIKE[kind]:
         with pytest.raises(UserError) as told:
@@ -381,7 +381,7 @@ def test_refusals_of_a_whole_schema(asked: Any, words: str, made: Any) -> None:
 
 
 def test_equality_of_values_follows_json_schema() -> None:
-    """As the library jsonschema has it for `const`."""
+    """The library jsonschema is the reference, for `const`."""
     values: list[Any] = [0, 1, 1.0, True, False, None, "1", "", [], [1], [True], [1.0], {}, {"a": 1}, {"a": True}]
     values += [{"a": 1.0}, {"a": [False]}, {"a": [0]}, {"b": 1}, [[1], [True]], [[True], [1]], 2**60, float(2**60)]
     for one in values:
@@ -413,7 +413,7 @@ def is_taken(made: Any, asked: object) -> bool:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_that_holds_anything_is_taken_or_refused_in_a_line(key: str, made: Any) -> None:
+def test_key_with_any_value_is_accepted_or_refused_in_one_line(key: str, made: Any) -> None:
     taken = []
     for value in SHAPES:
         for asked in (
@@ -572,7 +572,7 @@ def test_references_mean_the_schema_that_they_name(case: str, made: Any) -> None
         ({"$ref": "#/$defs/Deep", "items": {"minimum": True}}, "a: items: found .*'minimum': True.*; expected .*1"),
     ],
 )
-def test_references_that_cannot_be_followed(reference: Any, words: str, made: Any) -> None:
+def test_unresolvable_references_are_refused(reference: Any, words: str, made: Any) -> None:
     with pytest.raises(UserError, match=words):
         made.under({**of(a=reference), **DEFINED})
 
@@ -629,7 +629,7 @@ def test_a_schema_is_compiled_for_each_way_to_name_rows(made: Any) -> None:
     ]
 
 
-def test_a_name_is_quoted_unless_it_is_short_and_can_be_seen() -> None:
+def test_only_short_visible_names_are_unquoted() -> None:
     assert [named(text) for text in ("due date", "é", "a\nb", "\x1b[31m", "a\u202eb")] == [
         *("due date", "é"),
         *("'a\\nb'", "'\\x1b[31m'", "'a\\u202eb'"),
@@ -661,7 +661,7 @@ def test_names_of_strangers_cannot_write_lines_of_the_log(capsys: Any, monkeypat
         assert not is_taken(own, asked)
 
 
-def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
+def test_too_large_schemas_are_refused(made: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("pipejax.apps.schemas.row_schema.STATES", 500)
     with pytest.raises(UserError, match=r"^schema: found a schema of more than 500 states; expected shorter"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "^(a|b)*a(a|b){12}$"}))
@@ -674,7 +674,7 @@ def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "(" * 5000}))
 
 
-def test_settings_that_go_against_a_schema(made: Any) -> None:
+def test_settings_that_contradict_a_schema_are_refused(made: Any) -> None:
     asked = schema("yes")
     with pytest.raises(UserError, match=r"^schema: found a schema with sequential .*; expected method pipelined$"):
         made.decode(["a"], schema=asked, method="sequential")
@@ -839,7 +839,7 @@ def test_schemas_can_be_switched_off() -> None:
 
 
 def test_cached_schema_is_not_blocked_by_compilation(monkeypatch: Any) -> None:
-    """Ten schemas that compile without end, more than threads read requests; their time is over like any other's."""
+    """Ten schemas compile endlessly, more than there are threads for requests; their time is limited as usual."""
     known, over, compiling, make = schema("yes"), threading.Event(), list[int](), schema_lib.make
 
     def slow(*args: Any, **named: Any) -> Any:
@@ -869,7 +869,7 @@ def test_cached_schema_is_not_blocked_by_compilation(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("asked", [{"required": 5}, {"properties": 5}, {"properties": {"a": {"enum": 5}}}])
-def test_a_malformed_schema_is_no_mistake_of_the_server(asked: Any) -> None:
+def test_malformed_schema_is_an_error_of_the_client(asked: Any) -> None:
     with serving(generator(delay=1)) as client:
         for _ in range(2):
             reply = posted(client, response_format=form_of({**of(a={"type": "null"}), **asked}))
@@ -879,7 +879,7 @@ def test_a_malformed_schema_is_no_mistake_of_the_server(asked: Any) -> None:
 # The command.
 
 
-def test_the_command(made: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_decode_command_follows_a_schema(made: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("pipejax.inference.loading.load", lambda *args, **options: made)
     given, wanted, out = (tmp_path / name for name in ("in.jsonl", "schema.json", "out.jsonl"))
     given.write_text("".join(json.dumps({"id": i, "source": text}) + "\n" for i, text in enumerate(SOURCES)))
@@ -916,7 +916,7 @@ def test_changed_schema_is_not_resumed(made: Any) -> None:
 
 @pytest.mark.long
 def test_trained_model_writes_learned_values_within_the_schema(tmp_path: Any, said: list[str]) -> None:
-    """Of a source "red 7" it has learned the rows "num: 7" and "colour: red"; of other words it knows nothing."""
+    """For the source "red 7" it has learned the rows "num: 7" and "colour: red"; it knows no other words."""
     (tmp_path / "tokenizer").mkdir()
     words = [f"{colour} {number}" for colour in ("red", "ab", "null") for number in range(10)]
     rows = [(f"num: {word[-1]}", f"colour: {word[:-2]}") for word in words]
@@ -943,7 +943,7 @@ def test_trained_model_writes_learned_values_within_the_schema(tmp_path: Any, sa
 # Real pieces.
 
 
-def test_the_real_tokenizer_of_t5(real_data: Any) -> None:
+def test_schemas_work_with_the_real_tokenizer_of_t5(real_data: Any) -> None:
     from pipejax.config import Config, GridConfig, TrainConfig
     from pipejax.inference.generator import Generator
 
@@ -1000,7 +1000,7 @@ def submit_all(engine: Engine, own: Any, asked: Sequence[Any], **more: Any) -> l
     ],
 )
 def test_new_schemas_of_a_usual_shape_compile_nothing(settings: Any, more: Any) -> None:
-    """After the warm-up, alone and side by side, greedy and sampled; answers are those of decoding."""
+    """This holds after the warm-up, alone and together, greedy and sampled; answers equal decoding."""
     own = generator(**settings)
     engine = Engine(own, places=2, queue=8)
     try:
@@ -1053,7 +1053,7 @@ def test_a_second_schema_of_a_shape_compiles_nothing_without_a_warm_up() -> None
     ],
 )
 def test_warm_up_plans_schemas_last(settings: Any, schemas_on: bool, expected: Any, monkeypatch: Any) -> None:
-    """As the last of all, alone and side by side, plain and sampled."""
+    """Programs of schemas are the last, alone and together, plain and sampled."""
     own, asked = generator(**{"delay": 1, **settings}), list[tuple[Any, int]]()
     engine = Engine(own, places=2, queue=8)
     try:

@@ -1,4 +1,4 @@
-"""Sentinels that T5's class adds to a vocabulary without embeddings for them, as to MADLAD's without `extra_ids: 0`."""
+"""Sentinels without embeddings, which T5's class adds, for example to MADLAD's vocabulary."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ QUICK = ("a class without extra_ids", "saved by transformers")
 def test_sentinels_beyond_the_vocabulary_are_left_out(
     case: str, without_sentinels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ids are those of transformers, and with a vocabulary that has room the sentinels stay."""
+    """Ids equal those of transformers, and a vocabulary with room keeps the sentinels."""
     files = Path(shutil.copytree(without_sentinels, tmp_path / "files"))
     SENTINELS[case](files)
     model = MODEL

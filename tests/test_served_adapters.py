@@ -149,7 +149,7 @@ def test_the_model_of_a_request_is_the_base_or_an_adapter(
 
 
 @pytest.mark.slow
-def test_an_adapter_of_something_else_is_refused(places: Places, tmp_path: Path) -> None:
+def test_adapter_of_another_base_is_refused(places: Places, tmp_path: Path) -> None:
     other = oracle.random_params(tiny.MORE_WORDS, np.random.default_rng(5))
     checkpoint.save_params(tmp_path / "another base", CONFIG, adapted(other, 2))
     wide = tiny.change(CONFIG, model={"d_ff": 24})
@@ -167,7 +167,7 @@ def test_an_adapter_of_something_else_is_refused(places: Places, tmp_path: Path)
         pipejax.load(places.base).adapted("a")
 
 
-def test_names_of_adapters() -> None:
+def test_invalid_names_of_adapters_are_refused() -> None:
     assert read_adapters(["a=runs/a", "b=c=d"], "base") == {"a": "runs/a", "b": "c=d"}
     for given, words in (
         (["a"], "--adapter: found 'a'; expected NAME=DIR"),
@@ -181,7 +181,7 @@ def test_names_of_adapters() -> None:
 
 @pytest.mark.parametrize("kind", ["run", "peft", "peft by its main file", "peft by its pieces", "run of more words"])
 def test_an_adapter_of_another_tokenizer_is_refused(kind: str, tokenizer_files: Path, tmp_path: Path) -> None:
-    """It would receive other words than in training; an adapter with the base's tokenizer is accepted."""
+    """Texts would have other ids than in training; an adapter with the base's tokenizer is accepted."""
     other = tmp_path / "other"
     shutil.copytree(tokenizer_files, other)
     main = json.loads((other / "tokenizer.json").read_text())

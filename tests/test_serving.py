@@ -79,7 +79,7 @@ def client(engine: ScriptedEngine) -> TestClient:
 # Answers.
 
 
-def test_a_completion(client: TestClient, generator: Generator) -> None:
+def test_completion_returns_the_answer(client: TestClient, generator: Generator) -> None:
     assert generator.tokenizer is not None
     reply = client.post(PATH, json={"model": "tiny", "prompt": TEXT}).json()
     ids = generator.tokenizer.encode(TEXT)
@@ -194,7 +194,7 @@ def test_stop_cuts_the_text(client: TestClient, stop: Any, stream: bool) -> None
     assert choices[-1]["finish_reason"] == "stop"
 
 
-def test_stop_frees_the_place(client: TestClient, engine: ScriptedEngine) -> None:
+def test_stop_text_frees_the_place(client: TestClient, engine: ScriptedEngine) -> None:
     engine.go_on.clear()  # nothing comes after the first token
     reply = client.post(PATH, json={"prompt": TEXT, "stop": TEXT[0]})
     assert reply.json()["choices"][0]["text"] == "" and len(engine.cancelled) == 1
@@ -305,7 +305,7 @@ def test_models_show_the_template(tokenizer: Any, params: Any, data: Any, templa
     ],
 )
 def test_the_example_of_a_model_is_answered_whole(tokenizer: Any, params: Any, data: dict[str, Any]) -> None:
-    """In its own template, and cut off nowhere."""
+    """It fits the model's template, and is not truncated."""
     engine = with_data(tokenizer, params, **data)
     own, client = engine.generator, connect(service(engine))
     (model,) = client.get("/v1/models").json()["data"]
@@ -351,7 +351,7 @@ def test_the_template_of_a_published_task_makes_its_sources(name: str) -> None:
 
 
 def test_pieces_of_a_row_are_its_text(tokenizer: Any) -> None:
-    """However long it is, and with tokens in it that are no text."""
+    """The row may have any length, and tokens that are no text."""
     ids = np.random.default_rng(0).integers(0, tokenizer.size, 400).tolist()
     growing = Growing(tokenizer)
     text = "".join([*map(growing.add, ids), growing.rest()])
@@ -371,7 +371,7 @@ class Bytes:
 
 
 @pytest.mark.parametrize("text", ["naïve – 漢字 🙂 end", "漢", "a" + "🙂" * 90])
-def test_half_a_character_waits(text: str) -> None:
+def test_incomplete_character_is_held_back(text: str) -> None:
     growing = Growing(Bytes())  # type: ignore[arg-type]
     pieces = [growing.add(byte) for byte in text.encode()]
     assert "".join([*pieces, growing.rest()]) == text
@@ -415,13 +415,13 @@ def test_random_rows_are_joined_in_order(seed: int) -> None:
     assert write(rows, delay=int(rng.integers(1, 5))).replace("|", "") == expected
 
 
-def test_a_row_comes_as_soon_as_the_one_above_has_ended() -> None:
+def test_row_is_sent_as_soon_as_the_row_above_has_ended() -> None:
     assert write(["ab", "cdef"], delay=1, order=5) == "ab ; cde|"
     assert write(["ab", "cdef"], delay=1, order=4) == "ab ; cd|"
     assert write(["ab", "cdef"], delay=1, order=3) == "ab| ; c"  # the first could go on in this step
 
 
-def test_a_beginning_of_a_stop_text_waits() -> None:
+def test_beginning_of_a_stop_text_is_held_back() -> None:
     assert write(["abcx"], stop=("bcd",)) == "abcx|"
     assert write(["abc"], stop=("bcd",)) == "a|bc"
     assert write(["abcd"], stop=("bcd",)) == "a|"
@@ -541,7 +541,7 @@ def test_seeds_are_all_whole_numbers_of_64_bits(client: TestClient, engine: Scri
     assert request.sampling.seed not in {seed_of(request.source, seed + n) for n in (-1, 1, 2**32)}
 
 
-def test_null_is_not_given(client: TestClient, engine: ScriptedEngine) -> None:
+def test_null_counts_as_absent(client: TestClient, engine: ScriptedEngine) -> None:
     body = {"prompt": TEXT} | dict.fromkeys(("max_tokens", "seed", "stop", "logprobs", "stream", "rows", "suffix"))
     assert client.post(PATH, json=body).status_code == 200 and engine.requests[0].max_tokens is None
 
@@ -599,7 +599,7 @@ SITE = "https://app.example"
 
 
 @pytest.mark.parametrize("origins", [[SITE, "http://localhost:3000"], ["*"]])
-def test_pages_of_other_sites(engine: ScriptedEngine, origins: list[str]) -> None:
+def test_pages_of_other_sites_are_controlled(engine: ScriptedEngine, origins: list[str]) -> None:
     own = service(engine, "secret")
     own.origins = origins
     client = connect(own)
@@ -645,7 +645,7 @@ def test_an_origin_is_spelt_as_browsers_spell_it(text: str) -> None:
         serve_command.origin(text)
 
 
-def test_another_model(client: TestClient) -> None:
+def test_unknown_model_is_refused(client: TestClient) -> None:
     found = error(client.post(PATH, json={"prompt": "a", "model": "gpt"}), 404)
     assert found["code"] == "model_not_found" and found["param"] == "model"
 
@@ -657,7 +657,7 @@ def test_a_body_that_is_no_json_by_its_header(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("is_declared", [False, True])
-def test_a_large_body(client: TestClient, engine: ScriptedEngine, is_declared: bool) -> None:
+def test_large_body_is_refused(client: TestClient, engine: ScriptedEngine, is_declared: bool) -> None:
     body = json.dumps({"prompt": "a" * 5000}).encode()
     parts: Any = body if is_declared else iter([body[:3000], body[3000:]])
     found = error(client.post(PATH, content=parts, headers={"Content-Type": "application/json"}), 413)
@@ -679,7 +679,7 @@ def test_requests_need_a_valid_key(engine: ScriptedEngine) -> None:
 
 
 @pytest.mark.parametrize("text, keys", [("a\n\n b \n", ["a", "b"]), ("", None), (None, None), (b"\xff", None)])
-def test_the_file_of_keys(tmp_path: Any, text: Any, keys: Any) -> None:
+def test_keys_are_read_from_a_file(tmp_path: Any, text: Any, keys: Any) -> None:
     path = tmp_path / "keys"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -690,7 +690,7 @@ def test_the_file_of_keys(tmp_path: Any, text: Any, keys: Any) -> None:
         serve_command.read_keys(str(path))
 
 
-def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(serve_command.KEY, raising=False)
     assert serve_command.read_keys(None) == []
     monkeypatch.setenv(serve_command.KEY, "secret")
@@ -731,7 +731,7 @@ def test_byte_order_mark_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 # Load and faults.
 
 
-def test_a_full_queue(client: TestClient, engine: ScriptedEngine) -> None:
+def test_full_queue_gives_an_error(client: TestClient, engine: ScriptedEngine) -> None:
     engine.go_on.clear()
     replies: list[Any] = []
 
@@ -776,7 +776,7 @@ def test_time_is_limited(engine: ScriptedEngine, stream: bool) -> None:
         (MemoryError(), 503, "out_of_memory"),
     ],
 )
-def test_an_engine_that_fails(
+def test_failed_engine_gives_an_error(
     client: TestClient, engine: ScriptedEngine, capfd: Any, raised: Exception, status: int, code: str, stream: bool
 ) -> None:
     engine.error = raised
@@ -873,7 +873,7 @@ def test_request_that_is_no_http_gets_an_error_object(port: int, sent: bytes, ca
 
 
 def test_answers_are_sent_without_nagles_delay() -> None:
-    """Of a listener that does not name TCP asyncio leaves Nagle's algorithm on: an answer then takes 40 ms more."""
+    """asyncio leaves Nagle's algorithm on for listeners that do not name TCP: an answer then takes 40 ms longer."""
     with serve_command.listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
@@ -950,7 +950,7 @@ def test_a_server_for_all_pages_without_a_key(
 def test_start_compiles_for_all_prompts_unless_limited(
     params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And without more it keeps idle connections longer than proxies do, and ends as a request would."""
+    """The default keeps idle connections longer than proxies do, and the time for shutdown is the request limit."""
     checkpoint.save_params(tmp_path / "run", tiny.RUN, params)
     lengths, kept = list[tuple[int, bool]](), list[tuple[int, int]]()
 
@@ -1036,7 +1036,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
         logger.removeHandler(caplog.handler)
 
 
-def test_an_access_log_has_a_line_a_request_and_no_text(engine: ScriptedEngine, said: Any) -> None:
+def test_access_log_has_one_line_for_each_request_without_texts(engine: ScriptedEngine, said: Any) -> None:
     client = connect(service(engine, access_log=True))
     headers = {"X-Request-Id": "a1"}
     client.post(PATH, json={"prompt": TEXT}, headers=headers)
@@ -1123,8 +1123,8 @@ def test_idle_connections_are_kept_longer_than_by_proxies(
     assert seconds == [75, 3] and seconds[0] > 60
 
 
-def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many wait for theirs to be compiled."""
+def test_waiting_for_schemas_blocks_no_other_requests(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of requests that wait for compilation has no effect."""
     go_on, begun, came = threading.Event(), list[int](), list[int]()
 
     def slow(generator: Generator, schema: Any, strategy: Any, *, effort: Any, pause: Any) -> Any:
@@ -1172,7 +1172,7 @@ def test_response_echoes_the_settings_of_the_request(client: TestClient) -> None
 def test_a_bound_under_a_schema_is_echoed_too(
     client: TestClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a schema it bounds each row, otherwise the whole answer; the response echoes the client's value."""
+    """With a schema it bounds each row, otherwise the whole answer; the response has the client's value."""
     monkeypatch.setattr(requests, "apply_format", lambda given, generator, strategy, apply: generator)
     for each, whole in ((3, None), (None, 9)):
         monkeypatch.setattr(requests, "bound_rows", lambda *given, each=each: each)
@@ -1204,7 +1204,7 @@ def test_a_method_that_cannot_stream_is_refused_in_one_line(
 def test_user_error_is_answered_with_status_400(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """In every part of the server."""
+    """This holds for every part of the server."""
     for name in ("requests.encode_source", "requests.bound_rows", "answering.Writing"):
         with monkeypatch.context() as patch:
 

@@ -124,7 +124,7 @@ def expected(trained: Path) -> dict[str, list[Any]]:
 
 
 def test_answers_equal_records_of_decode(server: Server, expected: dict[str, list[Any]]) -> None:
-    """Many at a time, of both methods, streamed or not."""
+    """Many requests of both methods run at a time, streamed or not."""
 
     def ask(i: int) -> None:
         method = "sequential" if i % 3 == 0 else "pipelined"
@@ -259,8 +259,8 @@ def test_curl_receives_the_same_answers(server: Server, expected: dict[str, list
     assert large["error"]["code"] == "body_too_large"
 
 
-def test_clients_that_go_away(server: Server) -> None:
-    """At any moment, also while they send: their places are freed, and other clients get their answers."""
+def test_disconnected_clients_free_their_places(server: Server) -> None:
+    """They disconnect at any moment, also while sending; other clients get their answers."""
     rng = np.random.default_rng(0)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     for i in range(30):
@@ -286,7 +286,7 @@ def test_malformed_and_oversized_bodies(server: Server) -> None:
     assert server.ask("/health")[0] == 200
 
 
-def test_a_body_without_a_length(server: Server) -> None:
+def test_body_without_a_length_is_read(server: Server) -> None:
     connection = server.connect()
     with contextlib.closing(connection):
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -296,7 +296,7 @@ def test_a_body_without_a_length(server: Server) -> None:
         assert reply.status == 413 and json.loads(reply.read())["error"]["code"] == "body_too_large"
 
 
-def test_a_checkpoint_that_is_replaced_changes_nothing(server: Server, expected: dict[str, list[Any]]) -> None:
+def test_replaced_checkpoint_does_not_change_answers(server: Server, expected: dict[str, list[Any]]) -> None:
     away = server.directory.with_name("away")
     server.directory.rename(away)
     try:
@@ -309,7 +309,7 @@ def test_a_checkpoint_that_is_replaced_changes_nothing(server: Server, expected:
     assert texts == [record["text"] for record in expected["pipelined"]]
 
 
-def test_sigterm_drains(trained: Path) -> None:
+def test_sigterm_drains_the_server(trained: Path) -> None:
     with serve(trained, "--places", "1", "--queue", "9", "--warm-up", "0") as server:
         with ThreadPoolExecutor(9) as pool:  # the first of them waits for what is compiled
             waiting = [pool.submit(server.complete, **LONG) for _ in range(9)]

@@ -166,12 +166,12 @@ def test_command_takes_backbone_by_class_alone(command: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["method=tests:X", "method.delay=2"])
-def test_methods_are_taken_where_answers_are_written(setting: str) -> None:
+def test_commands_that_write_answers_take_methods(setting: str) -> None:
     for command in ("decode", "export", "probe"):
         assert "cannot be changed" not in refused(lambda: give(command, setting))  # noqa: B023
 
 
-def test_call_takes_what_needs_no_new_weights() -> None:
+def test_call_takes_settings_that_need_no_new_weights() -> None:
     def call(section: str, name: str) -> str:
         value = getattr(getattr(changed(f"{section}.{name}"), section), name)
         return refused(lambda: settings.of_call(CONFIG, "decode", {name: value}, drafter=None, without={}))
@@ -245,7 +245,7 @@ def test_method_without_the_ability_is_refused(key: str, value: Any, message: st
 
 
 def test_settings_that_ask_for_no_ability() -> None:
-    """All other keys of `decode` may have any value with a method that has no ability."""
+    """All other keys of `decode` accept any value with a method without abilities."""
     asking = {"temperature", "scores", "limit", "draft", "repetition_penalty", "no_repeat_ngram_size", "rules"}
     for name in DECODE - asking - {"samples", "trace"}:
         assert not refused(lambda: methods.check(Unable(), changed(f"decode.{name}").decode)), name  # noqa: B023

@@ -1,4 +1,4 @@
-"""The padded shapes of training batches: how few do, and how little they pad."""
+"""The padded shapes of training batches: their number, and the padding that they cause."""
 
 import dataclasses
 import itertools
@@ -60,7 +60,7 @@ def trained(lengths, shapes, *, steps=2000, size=24, group=16, pack=3):
 
 @pytest.mark.parametrize("name", SETS)
 def test_few_shapes_pad_little(name):
-    """By default, in draws of examples of which the sample held none."""
+    """This holds by default, for examples that are not in the sample."""
     sample, lengths = np.split(like(name, 8000), 2)
     shapes = choose_pairs(sample, size=24, group=16, pack=3, most=TrainConfig().shapes, limit=LIMIT)
     used, sums = trained(lengths, shapes)
@@ -73,7 +73,7 @@ def test_few_shapes_pad_little(name):
 
 
 def test_the_choice_is_the_best_for_lengths_of_two_kinds():
-    """Short and long sources, short and long targets, each batch of one kind: four shapes, without any padding."""
+    """Short and long sources and targets, each batch of one kind, need four shapes without any padding."""
     kinds = [(64, 8), (64, 40), (256, 8), (256, 40)]
     lengths = np.repeat(kinds, 12, axis=0)
     shapes = choose_pairs(lengths, size=4, group=12, pack=1, most=4, limit=(256, 64))
@@ -84,7 +84,7 @@ def test_the_choice_is_the_best_for_lengths_of_two_kinds():
 
 @pytest.mark.parametrize("steps, most", [(100, 3), (340, 5), (1000, 6)])
 def test_few_short_examples_have_few_shapes(steps, most):
-    """406 of them, by default: a further shape would save so little padding that its compiling is never made good."""
+    """For 406 examples, a further shape would save less time by padding than its compilation takes."""
     rng = np.random.default_rng(1)
     lengths = np.stack([lognormal(rng, 30, 60, 120, 406), lognormal(rng, 12, 24, 60, 406)], axis=1)
     sizes = {"size": 24, "group": 16, "pack": 3, "most": TrainConfig().shapes, "limit": LIMIT}
@@ -99,7 +99,7 @@ def test_few_short_examples_have_few_shapes(steps, most):
 
 @pytest.mark.parametrize("name", SETS)
 def test_long_runs_have_the_requested_number_of_shapes(name):
-    """Of the paper's runs the shortest has 1,907 steps."""
+    """The shortest run of the paper has 1,907 steps."""
     sizes = {"size": 24, "group": 16, "pack": 3, "limit": LIMIT}
     shapes = choose_pairs(like(name), **sizes, most=22, steps=1907)
     assert shapes == choose_pairs(like(name), **sizes, most=22) and len(shapes.pairs) == 22

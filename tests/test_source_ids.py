@@ -1,4 +1,4 @@
-"""Sources get the same ids as from transformers' tokenizers, cut and uncut, in every command that encodes sources."""
+"""Sources get the ids of transformers' tokenizers, cut and uncut, in every command that encodes sources."""
 
 import dataclasses
 import functools
@@ -70,7 +70,7 @@ def transformers_ids(directory: Path, text: str, most: int | None) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_source_ids_equal_transformers(kind: str, made: dict[str, Path]) -> None:
-    """The special ids stay where a text is cut, and special tokens that a text spells out count as text."""
+    """Special ids are kept if a text is cut, and special tokens in a text count as text."""
     tokenizer, added = Tokenizer.load(made[kind]), ADDED[kind.partition(" ")[0]]
     for text in TEXTS:
         for most in (None, *range(max(added, 2), 9), 30):
@@ -85,7 +85,7 @@ def test_source_ids_equal_transformers(kind: str, made: dict[str, Path]) -> None
 
 @pytest.mark.parametrize("kind", ["roberta", "bert", "gemma", "byt5", "gpt2", "words"])
 def test_all_callers_encode_sources_alike(kind: str, made: dict[str, Path]) -> None:
-    """Training, decoding, a server, and the statistics of data."""
+    """The callers are training, decoding, a server, and the statistics of data."""
     text, most = "the foxes jump over a dog", 7
     config = Config(model=MODEL, data=DataConfig(max_source=most), train=TrainConfig(method="pipelined"))
     generator = Generator(config, PARAMS, Tokenizer.load(made[kind]))
@@ -147,7 +147,7 @@ def test_settings_that_replace_the_template_of_files(kind: str, settings: dict[s
 
 
 def test_template_is_read_without_unknown_token(tmp_path: Path) -> None:
-    """Here letters, digits and an id for unknown characters."""
+    """The vocabulary has letters, digits and an id for unknown characters."""
     inner = unigram(["<s>", "</s>", "漢"], 0)
     inner.model = type(inner.model)([("<s>", 0.0), ("</s>", 0.0), ("漢", -1.0)], None)
     inner.pre_tokenizer = None
@@ -178,7 +178,7 @@ def written(directory: Path, tokenizer: Path, model: Any = MODEL, **data: Any) -
     [("bert", 1), *(pytest.param(kind, eos, marks=pytest.mark.slow) for kind, eos in (("roberta", 2), ("gpt2", 0)))],
 )
 def test_answers_equal_transformers(kind: str, eos: int, made: dict[str, Path], tmp_path: Path) -> None:
-    """One row by `generate`, several by `custom_generate`; and a conversion of what was written gives them, too."""
+    """`generate` writes one row, `custom_generate` several; a conversion of the written files gives them, too."""
     model = dataclasses.replace(MODEL, eos_token_id=eos)
     directory, ours = written(tmp_path, made[kind], model, max_source=8)
     huggingface.from_hf(directory, tmp_path / "again")
@@ -217,7 +217,7 @@ def test_limit_to_source_excludes_special_ids(made: dict[str, Path]) -> None:
 def test_left_truncation_of_tokenizer_is_reported(
     by_transformers: bool, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At conversion. Others are not."""
+    """Only the conversion of such a tokenizer reports it."""
     kind = "roberta" if by_transformers else "roberta as it is"
     directory = shutil.copytree(made[kind], tmp_path / "tokenizer")
     model = dataclasses.replace(MODEL, eos_token_id=2)
@@ -285,7 +285,7 @@ def test_a_trained_run_keeps_its_source_ids_and_a_conversion_is_corrected(
 def test_unaffected_earlier_runs_are_not_reported(
     kind: str, objective: str, made: dict[str, Path], tmp_path: Path, said: list[str]
 ) -> None:
-    """A former version added what transformers adds. Gemma's bos begins rows, too."""
+    """The former version added the same ids as transformers. Gemma's bos begins rows, too."""
     run = run_of(tmp_path / "run", made[kind], objective)
     config = checkpoint.open_run(run).config
     model: Any = config.model
@@ -304,7 +304,7 @@ def test_unaffected_earlier_runs_are_not_reported(
 def test_fine_tuning_keeps_source_ids_of_initial_weights(
     made: dict[str, Path], tmp_path: Path, said: list[str]
 ) -> None:
-    """In the same run, and in one that starts from it; another rule than the run's is refused on resume."""
+    """This holds for the run and for a run that starts from it; another rule is refused on resume."""
     former = as_of_former_version(run_of(tmp_path / "run", made["roberta"], "pipelined"))
     saved = checkpoint.open_run(former).config
     wanted = dataclasses.replace(saved, data=dataclasses.replace(saved.data, special_tokens="auto"))
@@ -327,7 +327,7 @@ def test_fine_tuning_keeps_source_ids_of_initial_weights(
 
 @pytest.mark.slow
 def test_resumed_run_keeps_source_encoding(made: dict[str, Path], tmp_path: Path) -> None:
-    """Also one of a former version, whose new steps then name its rule."""
+    """Runs of a former version keep it too, and their new steps name the rule."""
     lines = "".join(json.dumps({"source": f"the fox {i}", "targets": ["x", "the"]}) + "\n" for i in range(8))
     (tmp_path / "train.jsonl").write_text(lines)
     own = {"task": "jsonl", "train": str(tmp_path / "train.jsonl"), "tokenizer": str(made["roberta"])}
@@ -346,7 +346,7 @@ def test_resumed_run_keeps_source_encoding(made: dict[str, Path], tmp_path: Path
 def test_to_hf_directory_keeps_source_ids_of_training(
     made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """README.md there encodes as the run does, and pipejax.json brings the setting back."""
+    """Its README.md encodes like the run, and pipejax.json restores the setting."""
     run = as_of_former_version(run_of(tmp_path / "run", made["roberta"], "sequential", max_source=6))
     huggingface.to_hf(run, tmp_path / "hf")
     line = "transformers adds [1] before and [2] after the text, the run was trained with [] before and [2] after"
@@ -370,7 +370,7 @@ def test_to_hf_directory_keeps_source_ids_of_training(
 
 
 def test_unfinished_output_of_earlier_version_is_not_resumed(made: dict[str, Path]) -> None:
-    """Only where its sources had other ids."""
+    """The refusal applies only if its sources had other ids."""
     for kind, differs in (("roberta", True), ("bert", True), ("t5", False), ("byt5", False)):
         tokenizer = Tokenizer.load(made[kind])
         model = dataclasses.replace(MODEL, eos_token_id=tokenizer.eos or 1)

@@ -31,7 +31,7 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
         ("!?", ""),
     ],
 )
-def test_normalise(text: str, expected: str) -> None:
+def test_texts_are_normalised(text: str, expected: str) -> None:
     assert normalise(text) == expected
 
 
@@ -58,14 +58,16 @@ def test_normalise(text: str, expected: str) -> None:
         (["ab", "cd"], ["abcd"], (0, 0, 0), (50, 100, 200 / 3)),
     ],
 )
-def test_one_document(gold: list[str], predicted: list[str], em: tuple[float, ...], pm: tuple[float, ...]) -> None:
+def test_scores_of_one_document_equal_hand_computed_scores(
+    gold: list[str], predicted: list[str], em: tuple[float, ...], pm: tuple[float, ...]
+) -> None:
     result = score([gold], [predicted])
     assert set(result) == KEYS
     assert [result[f"em_{key}"] for key in ("precision", "recall", "f1")] == pytest.approx(em)
     assert [result[f"pm_{key}"] for key in ("precision", "recall", "f1")] == pytest.approx(pm)
 
 
-def test_micro_average() -> None:
+def test_average_is_over_all_rows() -> None:
     # Document 1: 1 right of 1 guess, 3 golds. Document 2: no gold, one guess. Document 3: both empty, right.
     result = score([["x", "y", "z"], [], []], [["x"], ["w"], []])
     assert result["em_precision"] == pytest.approx(100 * 2 / 3)  # 1 + 0 + 1 of 1 + 1 + 1
@@ -73,7 +75,7 @@ def test_micro_average() -> None:
     assert result["em_f1"] == pytest.approx(50)  # 2 * 2/3 * 2/5 / (16/15)
 
 
-def test_autojunk_stays_on() -> None:
+def test_autojunk_is_enabled() -> None:
     # In 200 characters or more, one that makes up over one per cent starts no match: here neither does. There
     # remains a match of nothing at the two beginnings, which difflib lengthens: "xy" is found, "yx" is not.
     guess = "xy" * 100
@@ -82,7 +84,7 @@ def test_autojunk_stays_on() -> None:
     assert score([["yx"]], [[guess[:198]]])["pm_recall"] == 100
 
 
-def test_shapes() -> None:
+def test_unequal_lengths_are_refused_and_no_documents_score_zero() -> None:
     with pytest.raises(ValueError, match="got 2, 2 and 1"):
         score([["x"], ["y"]], [["x"]])
     assert score([], []) == dict.fromkeys(KEYS, 0.0)

@@ -153,8 +153,8 @@ def hugging_face(directory: Path, tokenizer: Path, model: T5Config) -> Path:
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_two_ends_are_refused(case: str, directories: dict[str, Path], tmp_path: Path) -> None:
-    """In a line that names both files and both ids."""
+def test_different_end_tokens_are_refused(case: str, directories: dict[str, Path], tmp_path: Path) -> None:
+    """The line names both files and both ids."""
     _, eos, words = CONTRADICTIONS[case]
     source = hugging_face(tmp_path / "hf", directories[case], dataclasses.replace(MODEL, eos_token_id=eos))
     with pytest.raises(UserError) as caught:
@@ -189,7 +189,7 @@ def test_every_entry_point_compares_special_ids(directories: dict[str, Path], tm
 
 
 @pytest.mark.parametrize("case", AGREEMENTS)
-def test_tokenizers_that_agree_pass(case: str, directories: dict[str, Path], said: list[str]) -> None:
+def test_matching_tokenizers_pass(case: str, directories: dict[str, Path], said: list[str]) -> None:
     _, eos, begin = AGREEMENTS[case]
     model = dataclasses.replace(MODEL, eos_token_id=eos, decoder_start_token_id=begin)
     tokenizer = Tokenizer.load(directories[case])
@@ -214,7 +214,7 @@ CHAT = ["<pad>", "</s>", "<unk>", "<end_of_turn>", "<over>", *WORDS]
     ],
 )
 def test_each_end_token_is_compared(ends: list[int], line: str, tmp_path: Path) -> None:
-    """Several are right if the tokenizer's own is among them, and each stands for no text."""
+    """Several tokens are correct if the tokenizer's eos is among them, and each has no text."""
     files = word_level(
         tmp_path / "tokenizer", CHAT, pad_token="<pad>", additional_special_tokens=["<end_of_turn>"], **EOS
     )
@@ -305,7 +305,7 @@ def test_start_token_that_is_text_is_used_and_reported(
 def test_a_run_that_was_trained_with_two_ends_still_opens(
     directories: dict[str, Path], tmp_path: Path, said: list[str]
 ) -> None:
-    """Its model's eos, `<s>`, ended all that it learned. It does not leave: transformers would end sources with 2."""
+    """The model's eos, `<s>`, ended all rows in training. `to-hf` refuses it: transformers would end sources with 2."""
     files = directories["sentencepiece as it is by itself"]
     run, converted = run_of(tmp_path / "run", files), run_of(tmp_path / "converted", files, method="none")
     assert pipejax.load(run).architecture.eos_token_id == 1
@@ -352,7 +352,7 @@ def test_another_tokenizer_is_refused(begun: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tasks_own_tokenizer_is_compared_too(begun: Path) -> None:
+def test_tokenizer_of_a_task_is_compared(begun: Path) -> None:
     config = dataclasses.replace(settings(begun, Path()), data=DataConfig(task="demo"))
     with pytest.raises(UserError, match=r"^the tokenizer of data\.task=demo: 20 of its \d+ ids stand for other pieces"):
         start._prepare_trainer(config)
@@ -410,7 +410,7 @@ def test_the_same_tokenizer_in_another_form_passes(
 
 
 def test_forms_of_a_sentencepiece_model(directories: dict[str, Path], tmp_path: Path) -> None:
-    """spiece.model alone, and the tokenizer.json that transformers makes of it."""
+    """The forms are only spiece.model, and the tokenizer.json that transformers makes from it."""
     files = directories["sentencepiece as for mT5"]
     run = run_of(tmp_path / "run", files)
     Tokenizer.load(files).save(tmp_path / "saved")
@@ -422,7 +422,7 @@ def test_forms_of_a_sentencepiece_model(directories: dict[str, Path], tmp_path: 
 
 
 def test_a_damaged_tokenizer_of_the_checkpoint_can_be_replaced(begun: Path, tmp_path: Path, said: list[str]) -> None:
-    """As the refusal of changed files advises."""
+    """The refusal of changed files advises this."""
     run = Path(shutil.copytree(begun, tmp_path / "run"))
     good = copied(begun, tmp_path / "good")
     (run / "tokenizer" / "tokenizer.json").write_text("{}")

@@ -63,7 +63,7 @@ def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, bat
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("delay", [1, pytest.param(2, marks=pytest.mark.long), 5])
 def test_cached_decoding_equals_teacher_forcing(delay, batch):
-    """Step by step in a cache that grows, forced to ROWS (rotated by example): logits against one pass."""
+    """Logits step by step in a growing cache, forced to ROWS (rotated by example), equal those of one pass."""
     params = jax.tree.map(jnp.asarray, oracle.random_params(CONFIG, np.random.default_rng(3)))
     source = np.random.default_rng(0).integers(0, 40, (batch, 6))
     lengths = np.asarray([6, 4, 5][:batch], np.int32)
@@ -150,8 +150,8 @@ def test_pack_puts_each_live_query_in_one_place():
     assert back(step)[0, 1, [0, 1, 4, 5]].tolist() == [3, 1, 2, 0]
 
 
-def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
-    """Time 0 was fed in row 0, time 1 in rows 0 and 1, time 2 in rows 0 and 2 just now; rows lie in any order."""
+def test_query_with_a_lineage_sees_its_lineage():
+    """Time 0 was fed in row 0, time 1 in rows 0 and 1, time 2 in rows 0 and 2 just now; rows are in any order."""
     live = np.asarray([[1, 0, 1], [0, 0, 0]], bool)
     lineage = np.asarray([[[0, 1, 0, 0], [9, 9, 9, 9], [0, 0, 2, 0]], np.zeros((3, 4))], np.int32)
     query = Query(
@@ -191,7 +191,7 @@ def test_schedule_holds_every_decode():
 )
 @pytest.mark.parametrize("number, steps", [(0, 1), (1, 1), (1, 4)])
 def test_no_step_copies_the_cache(strategy, batch, number, steps):
-    """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
+    """In the compiled program, no computation in a loop's body copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
     sizes = Sizes.fit(strategy, batch, query_counts=(4 * batch,), slots=(31, 78), steps=steps)
     ready = jax.eval_shape(lambda k: XLA.prepare(model, CONFIG.init_params(k)), jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Directories and archives of strangers: each ends in one line, within seconds and without filling the memory."""
+"""Directories and archives from unknown sources end in one line, within seconds, without filling the memory."""
 
 import json
 import os
@@ -171,8 +171,8 @@ def test_each_kind_ends_in_a_line_within_seconds_and_a_gigabyte(tokenizer_files:
         assert float(seconds) < 5 and int(megabytes) < 1000, (kind, seconds, megabytes)
 
 
-def test_the_hubs_cache_is_followed_and_no_other_place(tokenizer_files: Path, tmp_path: Path) -> None:
-    """A snapshot links to ../../blobs, and these may be links to files that several models share."""
+def test_only_links_in_the_hubs_cache_are_followed(tokenizer_files: Path, tmp_path: Path) -> None:
+    """A snapshot links to ../../blobs, and these may link to files that several models share."""
     model = tmp_path / "hub/models--a--b"
     snapshot, blobs, shared = model / "snapshots/1", model / "blobs", tmp_path / "hub/blobs/ab"
     for place in (snapshot, blobs, shared):
@@ -223,7 +223,7 @@ def test_export_refuses_linked_tokenizer_files(tokenizer_files: Path, tmp_path: 
 
 
 def test_half_of_a_file_may_be_a_hole(tmp_path: Path) -> None:
-    """As of a copy of tensors of zeros; of a small file all may be."""
+    """Copies of zero tensors have holes; small files may be holes completely."""
     file = tmp_path / "file"
     for data, size, fits in ((20, 40, True), (16, 40, False), (0, 16, True), (0, 17, False)):
         sparse(file, b"\1" * data * 2**20, size * 2**20)
@@ -236,7 +236,7 @@ def test_half_of_a_file_may_be_a_hole(tmp_path: Path) -> None:
                 require_own(file)
 
 
-def test_a_file_at_the_bound_is_read(tmp_path: Path) -> None:
+def test_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(b"{}" + b" " * (2**24 - 2))
     assert read_json(file) == {}
@@ -258,7 +258,7 @@ def test_a_file_at_the_bound_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a link", "a pipe", "too much"])
-def test_a_tokenizer_alone_is_looked_at_as_well(kind: str, tokenizer_files: Path, tmp_path: Path) -> None:
+def test_separate_tokenizer_is_checked_as_well(kind: str, tokenizer_files: Path, tmp_path: Path) -> None:
     """A training copies it into its run."""
     shutil.copytree(tokenizer_files, tmp_path / "t5")
     if kind == "a link":
