@@ -97,7 +97,7 @@ def test_stored_weights_compute_bit_identical_results(weights, model, make):
 
 @pytest.mark.parametrize("weights", NARROW)
 def test_saved_checkpoint_has_fewer_bytes_and_numpys_rounding(weights, original, smaller, tmp_path):
-    """Verified; a quarter or half of the bytes; float32 of it is NumPy's rounding, here and for Hugging Face."""
+    """It is verified, with a quarter or half of the bytes; float32 of it is NumPy's rounding, also for Hugging Face."""
     (report,) = verify(smaller[weights] / "checkpoints")
     assert report["good"]
     restored = checkpoint.open_run(smaller[weights])

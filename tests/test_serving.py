@@ -599,7 +599,7 @@ SITE = "https://app.example"
 
 
 @pytest.mark.parametrize("origins", [[SITE, "http://localhost:3000"], ["*"]])
-def test_pages_of_other_sites_are_controlled(engine: ScriptedEngine, origins: list[str]) -> None:
+def test_allowed_origins_get_cors_headers(engine: ScriptedEngine, origins: list[str]) -> None:
     own = service(engine, "secret")
     own.origins = origins
     client = connect(own)
@@ -950,7 +950,7 @@ def test_a_server_for_all_pages_without_a_key(
 def test_start_compiles_for_all_prompts_unless_limited(
     params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The default keeps idle connections longer than proxies do, and the time for shutdown is the request limit."""
+    """By default idle connections are kept longer than by proxies, and shutdown waits as long as a request may take."""
     checkpoint.save_params(tmp_path / "run", tiny.RUN, params)
     lengths, kept = list[tuple[int, bool]](), list[tuple[int, int]]()
 

@@ -286,7 +286,7 @@ def test_malformed_and_oversized_bodies(server: Server) -> None:
     assert server.ask("/health")[0] == 200
 
 
-def test_body_without_a_length_is_read(server: Server) -> None:
+def test_large_body_without_a_length_is_refused(server: Server) -> None:
     connection = server.connect()
     with contextlib.closing(connection):
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}

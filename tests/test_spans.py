@@ -67,7 +67,7 @@ def test_scores_of_one_document_equal_hand_computed_scores(
     assert [result[f"pm_{key}"] for key in ("precision", "recall", "f1")] == pytest.approx(pm)
 
 
-def test_average_is_over_all_rows() -> None:
+def test_micro_average_equals_hand_computed_scores() -> None:
     # Document 1: 1 right of 1 guess, 3 golds. Document 2: no gold, one guess. Document 3: both empty, right.
     result = score([["x", "y", "z"], [], []], [["x"], ["w"], []])
     assert result["em_precision"] == pytest.approx(100 * 2 / 3)  # 1 + 0 + 1 of 1 + 1 + 1

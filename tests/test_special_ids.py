@@ -236,7 +236,7 @@ def test_each_end_token_is_compared(ends: list[int], line: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_trained_end_token_becomes_first_of_run(tmp_path: Path) -> None:
-    """`train.eos_token_id` names one of a checkpoint's: rows are trained to end with it, and sources end as before."""
+    """`train.eos_token_id` names an end token of the checkpoint: rows end with it, and sources do not change."""
     files = word_level(tmp_path / "chat", CHAT, pad_token="<pad>", **EOS)
     origin = run_of(tmp_path / "origin", files, dataclasses.replace(MODEL, other_eos_token_ids=(3,)), method="none")
     (tmp_path / "train.jsonl").write_text('{"source": "word1", "targets": ["word2", "word3"]}\n')
@@ -305,7 +305,7 @@ def test_start_token_that_is_text_is_used_and_reported(
 def test_a_run_that_was_trained_with_two_ends_still_opens(
     directories: dict[str, Path], tmp_path: Path, said: list[str]
 ) -> None:
-    """The model's eos, `<s>`, ended all rows in training. `to-hf` refuses it: transformers would end sources with 2."""
+    """The model's eos, `<s>`, ended all rows in training. Such a run is not exported: transformers would use 2."""
     files = directories["sentencepiece as it is by itself"]
     run, converted = run_of(tmp_path / "run", files), run_of(tmp_path / "converted", files, method="none")
     assert pipejax.load(run).architecture.eos_token_id == 1

@@ -157,7 +157,7 @@ def test_each_kind_ends_in_a_line_at_once(
 
 @pytest.mark.slow
 def test_each_kind_ends_in_a_line_within_seconds_and_a_gigabyte(tokenizer_files: Path, tmp_path: Path) -> None:
-    """All in one process, as its start takes longest; the peak is of all before, so a fault shows at the first."""
+    """One process tests all kinds, as its start is slow; the peak includes all earlier kinds."""
     places = {kind: tmp_path / str(number) / "t5" for number, kind in enumerate(KINDS)}
     for kind, place in places.items():
         made(kind, place, tokenizer_files)

@@ -1,4 +1,4 @@
-"""The joined texts of a stream equal the text of the record, for every kind of tokenizer and every truncation."""
+"""The joined texts of a stream equal the record's text, for all kinds of tokenizers and truncations."""
 
 import dataclasses
 import json
@@ -100,7 +100,7 @@ def rows_of_ids(tokenizer: Tokenizer) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_pieces_joined_are_the_text_of_the_whole_row(kind: str, made: dict[str, Path]) -> None:
-    """As transformers decodes it, and wherever the row is cut."""
+    """The text equals that of transformers, wherever the row is split."""
     tokenizer, theirs = Tokenizer.load(made[kind]), transformers.AutoTokenizer.from_pretrained(made[kind])
     for row in rows_of_ids(tokenizer):
         whole = theirs.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
@@ -120,7 +120,7 @@ def test_text_that_no_later_token_changes_is_not_held_back(kind: str, made: dict
 
 
 def test_character_in_invalid_byte_run_is_not_streamed(made: dict[str, Path]) -> None:
-    """The first two bytes are "é" alone. With the third, the run is three replacement characters."""
+    """The first two bytes alone are "é". With the third, the run is three replacement characters."""
     tokenizer = Tokenizer.load(made["gemma"])
     first, second, third = (byte_ids(tokenizer)[byte] for byte in (0xC3, 0xA9, 0xE4))
     (x,) = tokenizer.encode("x")
@@ -135,7 +135,7 @@ def test_character_in_invalid_byte_run_is_not_streamed(made: dict[str, Path]) ->
 @pytest.mark.parametrize("kind", ["gemma", "llama", "roberta", "byt5", "bert"])
 @pytest.mark.parametrize("stop", [(), ("é",), ("�x", "漢"), ("🙂",)])
 def test_streamed_parallel_rows_equal_record_text(kind: str, stop: tuple[str, ...], made: dict[str, Path]) -> None:
-    """Up to a stop text, in whichever piece it comes."""
+    """They are equal up to a stop text, which may come in any piece."""
     tokenizer = Tokenizer.load(made[kind])
     rows = [row for row in rows_of_ids(tokenizer) if row]
     for k in range(0, len(rows) - 3, 9):
@@ -189,7 +189,7 @@ def test_streams_of_each_route_equal_whole_answer(client: TestClient, text: str,
 
 
 def test_answer_ending_with_stop_text_has_finish_reason_stop(made: dict[str, Path], monkeypatch: Any) -> None:
-    """Although it was cut off there, in the same step."""
+    """The answer was truncated at that place, in the same step."""
     engine = ScriptedEngine(generator_of(made["gemma"], vocabulary=400))
     record = engine.record
     monkeypatch.setattr(engine, "record", lambda rows: record(rows) | {"truncated": "max_tokens"})
@@ -214,7 +214,7 @@ def test_streamed_rows_equal_record(client: TestClient, text: str) -> None:
 @pytest.mark.parametrize("method", ["pipelined", pytest.param("sequential", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("unique", [False, True])
 def test_the_last_event_of_a_row_has_its_text_in_the_record(method: str, unique: bool, tmp_path: Path) -> None:
-    """Rows that were cut off have no event that says that they ended."""
+    """Truncated rows have no event that marks their end."""
     pieces = ["<0xC3>", "<0xA9>", "<0xE4>", "<0xB8>", "<0xAD>", "a", "▁", "b", "<0xFF>"]
     tokenizer = Tokenizer.load(decoded_by(SPACE, FALLBACK, FUSE, pieces=pieces)(tmp_path / "it"))
     config = Config(

@@ -1,4 +1,4 @@
-"""Streamed rows, compared with the record that decoding gives at once."""
+"""Streamed rows equal the record of decoding."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def test_the_order_of_events_does_not_depend_on_the_steps_taken_at_once(monkeypa
     "draft", ["source", pytest.param("jacobi", marks=pytest.mark.slow), pytest.param("unique", marks=pytest.mark.slow)]
 )
 def test_drafts_do_not_change_stream_events(draft):
-    """In the same order: rows that drafts write ahead wait for the others."""
+    """Their order is the same: rows that drafts write ahead wait for the others."""
     settings = {"unique_rows": True} if draft == "unique" else {}
     plain, drafting = generator(**settings), generator(draft="source" if draft == "unique" else draft, **settings)
     saved = 0
@@ -85,7 +85,7 @@ def test_drafts_do_not_change_stream_events(draft):
     assert saved > 0
 
 
-def test_streams_of_one_generator_may_run_side_by_side(caplog):
+def test_streams_of_one_generator_may_run_at_the_same_time(caplog):
     made, given = generator(), texts(2)
     expected = [list(made.stream_rows(ids))[-1] for ids in given]
     streams = [made.stream_rows(ids) for ids in given]
@@ -106,7 +106,7 @@ def test_streams_of_one_generator_may_run_side_by_side(caplog):
 
 
 def test_streams_in_threads_equal_streams_alone():
-    """With different settings, which the batches of one strategy take in turn."""
+    """They have different settings, so the batches of one strategy take turns."""
     made, given = generator(), texts(4)
     settings = [{}, {"scores": True}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.4}]
     expected = [list(made.stream_rows(ids, **own)) for ids, own in zip(given, settings, strict=True)]
@@ -162,7 +162,7 @@ def test_unsupported_stream_settings_are_refused_before_output(tmp_path, capsys)
         list(generator().stream_rows({"source_ids": [3, 1], "row_prefixes": [[4]]}))
 
 
-def test_samples_are_headed_apart(tmp_path, capsys):
+def test_samples_have_separate_headings(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"id": "a", "source_ids": [3, 1]}\n')
     made = generator(samples=2, temperature=1.0)
     source, target = str(tmp_path / "in.jsonl"), str(tmp_path / "out")

@@ -52,7 +52,7 @@ def test_closed_and_full_outputs_end_the_command(redirected, code, out, err, flu
 
 
 def test_closed_standard_output_ends_the_command_and_closed_error_does_not(tmp_path):
-    """Of standard error: the work goes on. Of standard output: it ends, as it does for any other tool."""
+    """With closed standard error the work continues; with closed standard output it ends, as for other tools."""
     loop = (
         "import sys, time\nfrom pipejax.system import cli\ndef main(argv):\n for i in range(9): SAY; time.sleep(0.02)\n"
     )
@@ -94,7 +94,7 @@ def test_closed_output_is_refused_before_the_work(monkeypatch):
 
 
 def test_no_command_waits_for_work_that_is_not_needed():
-    """Here one that never ends; its code is the command's, and what was said has come through."""
+    """Here the work never ends; the exit code is the command's, and messages are written."""
     text = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +117,7 @@ cli.run(main)
 
 
 def test_an_interrupted_command_ends_at_once():
-    """Here beside a thread that never ends, as one that computes would crash once memory is torn down."""
+    """A thread never ends here: a computing thread would crash when memory is freed."""
     text = """
 import threading
 from pipejax.system import cli

@@ -99,7 +99,7 @@ MODELS = 63  # random models of each setting: more than 500 in all settings
     ],
 )
 def test_answers_with_a_shared_encoder_equal_undrafted_answers(delay, time_max, sub_max, literal, batch):
-    """Of small T5s that are nearly always right, and of others that seldom are."""
+    """Some small T5s are nearly always correct, and others seldom."""
     plain: Any = Sequential(max_length=time_max)
     if delay is not None:
         plain = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
@@ -168,7 +168,7 @@ def taught(given, tmp_path_factory, compiled_once):
 
 @pytest.mark.slow
 def test_a_student_is_a_run_that_drafts(given, taught):
-    """It has the encoder of the large one, unchanged, and its drafts change no answer."""
+    """It has the unchanged encoder of the large T5, and its drafts change no answer."""
     large, small = (checkpoint.open_run(path) for path in (given / "large", taught))
     assert encoder_digest(small.arrays["params"]) == encoder_digest(large.arrays["params"])
     assert small.config.model == dataclasses.replace(DEEP, num_decoder_layers=1)
@@ -220,7 +220,7 @@ def test_another_student_in_the_same_directory_is_refused(given, taught):
 
 @pytest.mark.slow
 def test_the_default_sources_are_the_training_examples(given, tmp_path, monkeypatch):
-    """At most as many as the training and the measurement read."""
+    """At most as many are read as the training and the measurement use."""
     monkeypatch.setattr(students, "fit", lambda *given, **more: 5)
     assert run(given, tmp_path / "run", source="", held_out=8) == 5
     lines = (tmp_path / "run" / "labels" / "sources.jsonl").read_text().splitlines()
@@ -237,7 +237,7 @@ class _Killed(BaseException):
 @pytest.mark.parametrize(
     "where, name, count", [(students, "save_initial", 1), (loop.Run, "make_step", 4), (students, "measure", 1)]
 )
-def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch, where, name, count):
+def test_killed_run_ends_like_an_uninterrupted_run(given, taught, tmp_path, monkeypatch, where, name, count):
     calls, call = [], getattr(where, name)
 
     def until(*args: Any, **kwargs: Any) -> Any:
@@ -270,7 +270,7 @@ def test_the_answers_of_a_sequential_model_are_learned(given, tmp_path):
 
 @pytest.mark.long
 def test_a_small_t5_of_other_sizes_has_its_own_encoder(given, tmp_path):
-    """From a config, and then from the checkpoint that this training wrote."""
+    """The sizes come from a config, and then from the checkpoint of this training."""
     model = dataclasses.replace(MODEL, d_model=12, num_heads=3)
     file = tmp_path / "small.py"
     file.write_text(f"""from pipejax.config import Config, T5Config, TrainConfig
@@ -306,7 +306,7 @@ def test_layers_are_chosen_at_even_distances():
         ("empty.py", "--student empty.py: model", "none"),
     ],
 )
-def test_refused_students(given, tmp_path, monkeypatch, student, place, found):
+def test_unsuitable_students_are_refused(given, tmp_path, monkeypatch, student, place, found):
     monkeypatch.chdir(tmp_path)
     made = "from pipejax.config import Config, T5Config\nconfig = Config("
     (tmp_path / "words.py").write_text(f"{made}model={dataclasses.replace(MODEL, vocab_size=65)!r})\n")
@@ -316,7 +316,7 @@ def test_refused_students(given, tmp_path, monkeypatch, student, place, found):
     assert not (tmp_path / "run").exists()
 
 
-def test_refused_settings(given, tmp_path):
+def test_unsuitable_settings_are_refused(given, tmp_path):
     with refuses("train.freeze", found="none"):
         run(given, tmp_path / "run", "train.freeze=none")
     with pytest.raises(UserError, match=r"^--set: data\.train cannot be changed when rows are taught"):

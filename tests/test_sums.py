@@ -1,4 +1,4 @@
-"""The bootstrap of scores, against the normal approximation and cases computed by hand."""
+"""The bootstrap of scores is compared with the normal approximation and hand-computed cases."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ def mean(sums, count):
     return {"x": sums["x"] / count}
 
 
-def test_the_interval_of_a_mean_is_the_normal_one():
+def test_interval_of_a_mean_equals_the_normal_approximation():
     rng = np.random.default_rng(0)
     first = rng.normal(0.3, 1.0, 400)
     second = first + rng.normal(0.2, 0.5, 400)
@@ -27,14 +27,14 @@ def test_the_interval_of_a_mean_is_the_normal_one():
 
 
 def test_documents_are_paired():
-    """Both systems vary much from document to document, and always by as much: the difference is certain."""
+    """Both systems vary much between documents, and always by the same amount: the difference is certain."""
     first = [{"x": float(i % 7)} for i in range(50)]
     second = [{"x": d["x"] + 2.0} for d in first]
     assert bootstrap(first, second, mean)["x"] == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_ratio_of_sums_is_computed_in_each_sample():
-    """Micro-averages: long documents weigh more, in samples as well."""
+    """In micro-averages long documents weigh more, also in samples."""
     gold = [["a", "b", "c", "d"]] * 10 + [["a"]] * 90
     right = [["a", "b", "c", "d"]] * 10 + [["z"]] * 90
     wrong = [["z"]] * 100
@@ -59,7 +59,7 @@ def test_scores_equal_sums_of_documents(name):
     )
 
 
-def test_nothing_to_compare():
+def test_bootstrap_needs_equal_documents():
     with pytest.raises(ValueError, match="expected the same documents twice; got 0 and 0"):
         bootstrap([], [], mean)
     with pytest.raises(ValueError, match="got 2 and 1"):

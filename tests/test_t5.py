@@ -1,4 +1,4 @@
-"""The T5 against transformers' torch T5, and the visibility that the pipelined mask allows."""
+"""The T5 equals transformers' torch T5, and the pipelined mask allows exactly the visible tokens."""
 
 import dataclasses
 from functools import partial
@@ -165,7 +165,7 @@ def test_teacher_forcing_equals_the_definition(tiny, delay):
 
 
 def test_causality_by_gradient(tiny):
-    """The logits of (row, time) depend on exactly the tokens of lower-or-own rows up to its time."""
+    """The logits of (row, time) depend on exactly the tokens up to its row and its time."""
     params, source, mask = tiny
     model, delay = t5.T5(CONFIG), 2
     flat, seen, position = layout(ROWS, delay)
@@ -252,7 +252,7 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny):
 
 @pytest.mark.slow
 def test_gradients_of_frequent_words_are_not_lost_in_bfloat16(tiny):
-    """A sum of like numbers in bfloat16 stops growing at 256 of them."""
+    """A sum of equal numbers in bfloat16 stops growing at 256 of them."""
     params, words = jax.tree.map(jnp.asarray, tiny[0]), np.full((1, 2048), 5)
     flat, seen, position = layout(ROWS, 1)
 

@@ -1,4 +1,4 @@
-"""T5Gemma beside transformers: weights, logits, gradients, rows; and what trains one."""
+"""T5Gemma equals transformers: weights, logits, gradients, rows; and settings of its training."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ TINY = T5GEMMA.model
 
 
 def test_encoder_equals_torch():
-    """Its outputs, by the keys that the decoder's layers make of them: with a window shorter than the source."""
+    """Outputs are compared by the keys that the decoder's layers compute, with a window shorter than the source."""
     params, torchs = T5GEMMA.loaded(1)
     source, real, *_ = in_transformers.batch(TINY, 6)
     memory = TINY.module().apply({"params": params}, source, real, method="encode")
@@ -110,21 +110,21 @@ def test_unsupported_config_raises_one_line(changes, line):
 
 
 def test_older_configs_have_other_keys():
-    """One key for the rotation, none for the types of layers, which slide in turn."""
+    """They have one key for the rotation, and none for the types of layers, which alternate."""
     found = T5GemmaConfig.read_facts(described(rope_parameters=..., rope_theta=500.0, layer_types=...))
     assert found["decoder"] == dataclasses.replace(TINY.decoder, rope_theta=500.0, full_rope_theta=500.0)
     everywhere = T5GemmaConfig.read_facts(described(layer_types=["sliding_attention"] * 2))["decoder"]
     assert everywhere.layer_types(2) == ["sliding_attention"] * 2
 
 
-def test_groups_are_equal():
+def test_unequal_groups_of_heads_are_refused():
     with pytest.raises(UserError, match=r"here: model.decoder: found 4 heads of 4 in 3 groups; expected equal groups"):
         dataclasses.replace(TINY, decoder=dataclasses.replace(T5GEMMA_DECODER, num_key_value_heads=3)).check("here")
 
 
 @pytest.mark.parametrize("side, width", [("encoder", 5), ("encoder", 9), ("decoder", 7)])
 def test_widths_of_heads_are_even(side, width):
-    """Their halves are turned together."""
+    """The halves of a head are rotated together."""
     stack = getattr(TINY, side)
     found = f"{stack.num_attention_heads} heads of {width} in {stack.num_key_value_heads} groups"
     with pytest.raises(UserError, match=f"^here: model.{side}: found {found}; expected equal groups, and an even head"):
@@ -199,8 +199,8 @@ def test_unknown_size_raises_one_line():
         architecture("t5gemma-c-c")
 
 
-def test_only_a_t5s_rows_are_written_by_a_program_for_transformers():
-    """Which knows T5's layers by their names, UMT5's too."""
+def test_program_for_transformers_supports_only_t5_layers():
+    """The program finds T5's layers by their names, and UMT5's too."""
     given = Config(model=TINY), Config(model=UMT5Config(**vars(FEW_WORDS)))
     assert [description.custom_generate(config, None) is None for config in given] == [True, False]
 
@@ -208,7 +208,7 @@ def test_only_a_t5s_rows_are_written_by_a_program_for_transformers():
 @pytest.mark.parametrize("name", ["t5gemma-2b-2b", "t5gemma-9b-2b", "t5gemma-2-4b-4b"])
 @pytest.mark.parametrize("fsdp, tensor", [(8, 1), (1, 8), (2, 4)])
 def test_eight_devices_share_every_large_parameter(name, fsdp, tensor):
-    """Nothing of more than a megabyte is whole on each, and each has an eighth of all."""
+    """No device has a whole parameter of more than a megabyte, and each has an eighth of all."""
     model, mesh, whole, held = architecture(name), make_mesh(1, fsdp, tensor), 0, 0
     shapes = shapes_of(model)
     for path, place in flatten_dict(param_shardings(model, unflatten_dict(shapes, sep="/"), mesh), sep="/").items():
@@ -242,7 +242,7 @@ def tokenizer_that_adds(added: str, place: Path) -> Any:
     ],
 )
 def test_sources_have_the_tokens_that_their_tokenizer_adds(added, former, tmp_path):
-    """And with data.special_tokens=eos what former versions added."""
+    """With data.special_tokens=eos they have the tokens that former versions added."""
     theirs, tokenizer = tokenizer_that_adds(added, tmp_path), Tokenizer.load(tmp_path)
 
     def ids(model, **data):

@@ -1,4 +1,4 @@
-"""T5Gemma 2, text alone, beside transformers: weights, logits, gradients, rows."""
+"""T5Gemma 2 for texts equals transformers: weights, logits, gradients, rows."""
 
 import dataclasses
 import json
@@ -23,8 +23,8 @@ from support.in_transformers import VISION
 TINY = T5GEMMA2.model
 
 
-def test_the_source_is_seen_by_row_plus_time_alone():
-    """Cells of one sum see it alike, and one of another sum otherwise, though each sees no slot but itself."""
+def test_attention_to_the_source_depends_on_row_plus_time():
+    """Cells with equal sums of row and time see it alike, and others differently, if each cell sees only itself."""
     params = T5GEMMA2.params(TINY, 4)
     source, real, *_ = in_transformers.batch(TINY, 6)
     cells = [(0, 4), (1, 3), (2, 2), (4, 0), (0, 5), (3, 2)]
@@ -38,7 +38,7 @@ def test_the_source_is_seen_by_row_plus_time_alone():
 
 
 def test_rotations_of_both_kinds_of_layers_are_read():
-    """As transformers writes them, and as older files do."""
+    """They are read as transformers writes them, and from older files."""
     facts: Any = TINY.facts()
     assert T5Gemma2Config.read_facts(facts)["decoder"] == TINY.decoder
     decoder = facts["decoder"]
@@ -55,7 +55,7 @@ def test_rotations_of_both_kinds_of_layers_are_read():
 
 @pytest.mark.parametrize("size", ["270m", "1b", "4b"])
 def test_published_sizes_have_rope_factor_8_in_full_layers(size):
-    """As the published config.json of 270m-270m says of both sides; read again, it is the same config."""
+    """The published config.json of 270m-270m has it on both sides; a round trip keeps the config."""
     model = architecture(f"t5gemma-2-{size}-{size}")
     facts: Any = json.loads(json.dumps(model.facts()))
     full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
@@ -70,7 +70,7 @@ def test_published_sizes_have_rope_factor_8_in_full_layers(size):
 
 
 def test_file_may_contain_two_copies_of_the_token_table(tmp_path):
-    """As torch's .bin files do; a table of the decoder's own is refused."""
+    """torch's .bin files have two; a separate table of the decoder is refused."""
     model = dataclasses.replace(TINY, tied_head=False)
     params = T5GEMMA2.params(model, 3)
     write_hf(model, params, tmp_path, None)
@@ -90,7 +90,7 @@ def test_file_may_contain_two_copies_of_the_token_table(tmp_path):
 
 @pytest.mark.slow
 def test_transformers_reads_untied_head(tmp_path):
-    """Beside it the decoder's table is the encoder's, which takes a config.json that ties."""
+    """The head is separate, but the decoder's table is the encoder's, for which config.json must tie tables."""
     model = dataclasses.replace(TINY, tied_head=False)
     params = T5GEMMA2.params(model, 3)
     write_hf(model, params, tmp_path, None)
@@ -106,10 +106,10 @@ def test_transformers_reads_untied_head(tmp_path):
     np.testing.assert_allclose(model.module().apply({"params": params}, *given), wanted, atol=1e-4)
 
 
-def test_sides_are_equally_wide():
+def test_sides_of_unequal_width_are_refused():
     with pytest.raises(UserError, match=r"here: model.encoder.hidden_size: found 8; expected the decoder's, 16"):
         dataclasses.replace(TINY, encoder=dataclasses.replace(T5GEMMA2_ENCODER, hidden_size=8)).check("here")
 
 
-def test_the_encoders_window_is_parted_to_both_sides():
+def test_encoder_window_extends_to_both_sides():
     assert TINY.window("encoder") == (2, 3) and TINY.window("decoder")[0] == 5

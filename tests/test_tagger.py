@@ -1,4 +1,4 @@
-"""The tagger of the drafter `spans`: its loss, its candidates and its drafts beside plain Python, and its training."""
+"""The tagger of the drafter `spans`: loss, candidates and drafts equal plain Python, and its training."""
 
 import dataclasses
 import itertools
@@ -192,7 +192,7 @@ def test_the_loss_equals_plain_python(tags: SpanTags, delay: int) -> None:
 
 @pytest.mark.parametrize("tags", [FREE, pytest.param(NAMED, marks=pytest.mark.slow)])
 def test_copies_that_fill_a_batch_do_not_count(tags: SpanTags) -> None:
-    """Their targets have weight 0; `data.batches.fixed_batches` makes them."""
+    """`data.batches.fixed_batches` makes these copies, and their targets have weight 0."""
     examples = [random_example(np.random.default_rng(seed), tags) for seed in range(4)]
     names = [*map(len, tags.row_names)]
     answers = [
@@ -299,7 +299,7 @@ def plain_numbers(candidates: list[list[int]], written: list[list[int]]) -> list
 
 
 def test_rows_are_aligned_with_candidates_as_in_plain_python() -> None:
-    """Rows that were written otherwise take no candidate; the rows below a known one follow it."""
+    """Rows with other texts take no candidate; the rows below a known row follow it."""
     rng, cases, most = np.random.default_rng(2), 400, 5
     tokens, lengths = np.zeros((cases, most, 4), np.int32), np.zeros((cases, most), np.int32)
     texts, sizes = np.zeros((cases, 6, 7), np.int32), np.zeros((cases, 6), np.int32)
@@ -332,7 +332,7 @@ def test_rows_are_aligned_with_candidates_as_in_plain_python() -> None:
 
 
 def test_drafts_continue_the_written_tokens() -> None:
-    """By hand: two candidates and the empty row; row 0 has one token, row 1 another one than its candidate."""
+    """By hand: two candidates and the empty row; row 0 has one token, row 1 a token that is not its candidate's."""
     rows = [[5, 6, END], [7, END], [END]]
     tokens = np.asarray([[[*row, 0, 0][:3] for row in rows]], np.int32)
     found = Candidates(jnp.asarray(tokens), jnp.asarray([[3, 2, 1]]), jnp.asarray([[0.9, 0.5, 0.1]]))
@@ -387,7 +387,7 @@ def note(rng: np.random.Generator, kind: str) -> tuple[list[list[int]], list[int
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["order", "sorted", "named"])
 def test_a_tagger_learns_rows_from_outputs_that_mark_them(kind: str) -> None:
-    """The outputs of the encoder are the token and its neighbours. 19 of 20 held-out answers are proposed exactly."""
+    """The encoder's outputs are the token and its neighbours. 19 of 20 held-out answers are proposed exactly."""
     import optax
 
     rng, most = np.random.default_rng(1), 48
@@ -458,7 +458,7 @@ MODELS = 8  # random models with random taggers, for each setting
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting[1:3])))
 def test_drafts_of_random_taggers_change_no_answer(setting: Any) -> None:
-    """Offline in batches of sources of several lengths, and in a batch whose sources come and go."""
+    """They are tested offline in batches of several lengths, and in a running batch with changing sources."""
     model, delay, stop, rows, lengths, batch, has_names, streams = setting
     names, words = [[3], [4, 2], [5]], model.vocab_size
     tags = SpanTags(rows=rows, longest=4, entries=(0, 3, 4, STOP, 0, 2, STOP))
@@ -532,8 +532,8 @@ def tagged(given: Path, compiled_once: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_a_tagger_is_trained_beside_the_checkpoint(given: Path, tagged: Path) -> None:
-    """Answers are those of the checkpoint, with the tagger in the run or in `decode.draft_checkpoint`."""
+def test_training_a_tagger_does_not_change_answers(given: Path, tagged: Path) -> None:
+    """The tagger is in the run or in `decode.draft_checkpoint`."""
     lines = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
     plain = pipejax.load(given / "pipelined")
     expected = plain.decode(lines)
@@ -573,7 +573,7 @@ def test_tagger_that_cannot_be_used_raises_one_line(given: Path, tagged: Path, t
 
 
 def test_rows_are_found_in_sources_by_the_text_of_their_first_token() -> None:
-    """By hand: the token 5 has the same text as 9, as "red" after a bracket and at the beginning of a word."""
+    """By hand: token 5 has the text of token 9, like "red" after a bracket and at the beginning of a word."""
     tokenizer: Any = SimpleNamespace(decode=lambda ids: {5: " red", 9: "red"}.get(ids[0], f"{ids[0]}"))
     finder = tagging.SpanFinder(tokenizer)
     source = np.asarray([4, 9, 6, 7, 5, 6])

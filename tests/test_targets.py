@@ -1,4 +1,4 @@
-"""Programs with kernels for GPUs that are not here: lowered anywhere, and compiled where there are compilers for them.
+"""Programs with kernels for absent GPUs: lowered on any machine, and compiled if compilers are installed.
 
 `make venv-programs` installs these. `make test-newest` runs this file with the newest JAX, and skips nothing.
 """
@@ -57,7 +57,7 @@ def test_present_device_needs_no_target_name() -> None:
 @compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("name, remat", [("h100", "none"), ("rtx4090", "layers")])
-def test_a_training_step_is_compiled(name: str, remat: str) -> None:
+def test_training_step_is_compiled_for_absent_gpus(name: str, remat: str) -> None:
     config = Config(
         model=TINY,
         data=DataConfig(max_source=256, max_target=64),
@@ -73,7 +73,7 @@ def test_a_training_step_is_compiled(name: str, remat: str) -> None:
 @compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kernel_is_compiled(name: str) -> None:
+def test_kernel_is_compiled_for_absent_gpus(name: str) -> None:
     device = targets.find_target(name, "--target").devices(1)[0]
     place = jax.sharding.SingleDeviceSharding(device)
     with named_device(device):
@@ -112,7 +112,7 @@ GRID = Pipelined(1, 20, 5)
 def test_a_decode_is_one_graph_and_returns_nothing_new(
     name: str, strategy: Any, configuration: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the option; without it the host controls the loop. Results replace the argument for them in both cases."""
+    """Without the option the host controls the loop. Results replace the argument in both cases."""
     device = targets.find_target(name, "--target").devices(1)[0]
     monkeypatch.setattr(configurations, "GRAPH", configurations.GRAPH | {"xla_dump_to": str(tmp_path)})
     if configuration == DEFAULT:

@@ -82,7 +82,7 @@ def contents(workdir):
 
 
 def test_labels_equal_output_of_decode(given, taught):
-    """Of the sequential decoder, parted at the separator that was set."""
+    """The labels are answers of the sequential decoder, split at the separator of the settings."""
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; "])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
     expected = t5.decode(sources, method="sequential")
@@ -98,7 +98,7 @@ def test_labels_equal_output_of_decode(given, taught):
 
 @pytest.mark.slow
 def test_beams_of_the_checkpoint_are_used(given, tmp_path):
-    """They label; the rows are written greedily, as rows are."""
+    """Beams write the labels; rows are written greedily."""
     assert run(given, tmp_path / "run", "decode.beams=2") == 0
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; ", "decode.beams=2"])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
@@ -108,7 +108,7 @@ def test_beams_of_the_checkpoint_are_used(given, tmp_path):
 
 
 def test_labels_are_never_sampled(given, tmp_path, tokenizer_files, monkeypatch, caplog):
-    """The run neither; both are opened and nothing is labelled."""
+    """Neither does the run sample; both are opened, and nothing is labelled."""
     decode = dataclasses.replace(TEACHER.decode, temperature=0.7, top_k=5, samples=2)
     params = checkpoint.open_run(given / "teacher").items["params"]
     drawing = dataclasses.replace(TEACHER, decode=decode)
@@ -148,7 +148,7 @@ def test_held_out_examples_are_never_trained_on(given, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_equal_texts_share_their_lot(seed):
+def test_equal_texts_are_in_one_part(seed):
     sources = [Source(i, f"text {i % 20}") for i in range(60)]
     chosen = labels.choose_held_out(sources, 4, seed)
     assert len(chosen) == 12 and {i % 20 for i in chosen} == {i % 20 for i in range(60) if i in chosen}
@@ -156,7 +156,7 @@ def test_equal_texts_share_their_lot(seed):
     assert chosen == labels.choose_held_out(sources, 4, seed) != labels.choose_held_out(sources, 4, seed + 1)
 
 
-def test_texts_that_read_alike_share_their_lot():
+def test_equivalent_texts_are_in_one_part():
     for seed in range(20):
         sources = [Source(i, text) for i, text in enumerate(["a b", "a  b ", "c", "\uff43\n", "d", "e"])]
         chosen = labels.choose_held_out(sources, 2, seed)
@@ -169,7 +169,7 @@ def test_a_tenth_is_held_out(count, expected):
     assert len(labels.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
 
 
-def test_answers_are_parted():
+def test_answers_are_split_into_rows():
     texts = ["a b ; c ; a b", "", "d", "e ; f", "g ; h", "i ; j"]
     made = [{"text": text, "truncated": None, "steps": i} for i, text in enumerate(texts)]
     made[3]["truncated"] = "max_length"
@@ -187,7 +187,7 @@ def test_answers_are_parted():
     }  # fmt: skip
 
 
-def test_a_blank_separator_parts_into_sentences():
+def test_blank_separator_splits_answers_into_sentences():
     made = [{"text": "It rained. Nobody came.", "truncated": None, "steps": 9}] * 2
     config = change(Config(), data={"separator": " "})
     answered = labels.Answered([Source(0, "a"), Source(1, "b")], made, frozenset({1}))
@@ -226,7 +226,7 @@ def test_teach_takes_a_quarter_of_the_updates_and_keeps_other_settings():
 
 
 def test_a_run_with_auxiliary_parameters_teaches_its_model() -> None:
-    """The lesson trains the whole model, without these parameters."""
+    """The lesson trains the whole model, without auxiliary parameters."""
     saved = change(Config(model=MODEL), train={"method": "sequential", "freeze": "backbone", "init_from": "other"})
     config = lessons.lesson(dataclasses.replace(saved, auxiliary=Even()), "/runs/head", [])
     assert config.auxiliary is None and config.train.freeze == "none"
@@ -243,7 +243,7 @@ def test_sources_with_settings_of_rows_are_refused(given, tmp_path, more):
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_checkpoint_of_any_config_can_be_taught_from(file):
-    """The parts of a batch are as large, and as packed, as those that the checkpoint was trained with."""
+    """The parts of a batch have the size and packing of the checkpoint's training."""
     overrides = ["train.method=sequential", "mesh.data=1", "mesh.fsdp=1"]
     saved = dataclasses.replace(config_lib.load(file, overrides), model=MODEL)
     config = lessons.lesson(saved, "/runs/teacher", [])
@@ -316,7 +316,7 @@ def killed_at(monkeypatch, where, name, count):
         (lessons, "measure_agreement", 1),
     ],
 )
-def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch, where, name, count):
+def test_killed_run_ends_like_an_uninterrupted_run(given, taught, tmp_path, monkeypatch, where, name, count):
     with monkeypatch.context() as patch, pytest.raises(_Killed):
         killed_at(patch, where, name, count)
         run(given, tmp_path / "run")
@@ -328,7 +328,7 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
     assert contents(tmp_path / "run") == contents(taught)
 
 
-def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
+def test_labels_are_written_once(given, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "run")
     monkeypatch.setattr(labels, "decode_file", None)  # a call would fail
     assert run(given, tmp_path / "run") == 0
@@ -356,7 +356,7 @@ def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
         (["decode.max_length=1"], r"^decode\.max_length: found 1"),
     ],
 )
-def test_refused_settings(given, tmp_path, overrides, message):
+def test_unsuitable_settings_are_refused(given, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         run(given, tmp_path / "run", *overrides)
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -372,14 +372,14 @@ def test_refused_settings(given, tmp_path, overrides, message):
         ('{"source": "honey"}\n{"source"\n', r"in\.jsonl:2: not JSON"),
     ],
 )
-def test_refused_sources(given, tmp_path, content, message):
+def test_unsuitable_sources_are_refused(given, tmp_path, content, message):
     (tmp_path / "in.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
         lessons.teach(str(given / "teacher"), str(tmp_path / "in.jsonl"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_refused_places(given, taught, tmp_path, tokenizer_files):
+def test_unsuitable_paths_are_refused(given, taught, tmp_path, tokenizer_files):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with refuses(tmp_path / "other"):
@@ -433,7 +433,7 @@ def test_foreign_answers_are_refused(given, taught, tmp_path):
 
 
 def test_agreement_is_measured_by_the_exact_rule(tmp_path, monkeypatch):
-    """A row that is written once in place of twice is no equal answer; the order does not count."""
+    """A row that is written once instead of twice is a difference; the order has no effect."""
     examples = [Example(str(i), "x", rows) for i, rows in enumerate([("1.5", "b", "b"), ("c", "d"), ("e",)])]
     answers = [["b", "1.5"], ["d", "c "], ["e"]]
     generator = SimpleNamespace(batch_size_for=lambda size: size, config=Config(), origin={})

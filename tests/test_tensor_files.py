@@ -1,4 +1,4 @@
-"""Files of tensors: the formats that are opened, and one line for every damage."""
+"""The formats of files of tensors that are opened, and one line for each kind of damage."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers' own, for every kind of directory; nothing is downloaded."""
+"""Each kind of tokenizer directory equals transformers' tokenizer; nothing is downloaded."""
 
 import dataclasses
 import io
@@ -84,7 +84,7 @@ def sentinels_inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_t5_of_the_paper(t5: Path) -> None:
+def test_real_t5_tokenizer_encodes_known_texts(t5: Path) -> None:
     tokenizer = Tokenizer.load(t5)
     ids = [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5]
     assert tokenizer.encode("translate English to German: The house is wonderful.") == ids
@@ -134,7 +134,7 @@ def test_ids_and_texts_equal_transformers(kind: str, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize("kind", ["t5", "demo", "byt5", "sentinels_inside"])
 def test_pieces_equal_the_vocabulary(kind: str, request: pytest.FixtureRequest) -> None:
-    """The text of a piece, wherever it stands, and of what is outside nothing."""
+    """The text of a piece does not depend on its place, and ids outside the vocabulary have no text."""
     tokenizer = Tokenizer.load(request.getfixturevalue(kind))
     text = "deliver the old maps"
     pieces = [tokenizer.piece(i) for i in tokenizer.encode(text)]
@@ -144,8 +144,8 @@ def test_pieces_equal_the_vocabulary(kind: str, request: pytest.FixtureRequest) 
 
 
 @pytest.mark.parametrize("kind", ["t5", "byt5", "demo", "sentinels_inside"])
-def test_texts_that_come_back(kind: str, request: pytest.FixtureRequest) -> None:
-    """Compared with transformers' encoding and decoding, white space apart; the words that differ are those told."""
+def test_decoded_texts_equal_the_encoded_ones(kind: str, request: pytest.FixtureRequest) -> None:
+    """Compared with encoding and decoding by transformers, without white space; exactly the reported words differ."""
     from transformers import AutoTokenizer
 
     directory = request.getfixturevalue(kind)
@@ -186,7 +186,7 @@ CHANGES = {
 VANISHING = ["\u200b", "\ufeff", "</s>", "</s> </s>", " \u200b\n", ""]
 
 
-def test_changes_that_t5_makes(t5: Path) -> None:
+def test_known_changes_of_t5_are_made(t5: Path) -> None:
     tokenizer = Tokenizer.load(t5)
     assert {text: tokenizer.change(text) for text in CHANGES} == CHANGES
     assert all(tokenizer.vanishes(text) for text in VANISHING)
@@ -208,7 +208,7 @@ def test_byte_tokenizer_encodes_and_decodes_utf_8(byt5: Path) -> None:
     assert tokenizer.size == 384
 
 
-def test_half_a_surrogate_pair(byt5: Path, demo: Path) -> None:
+def test_half_a_surrogate_pair_is_encoded_as_a_question_mark(byt5: Path, demo: Path) -> None:
     assert Tokenizer.load(byt5).encode("a\ud800") == Tokenizer.load(byt5).encode("a?")
     assert Tokenizer.load(demo).encode("the \ud800") == Tokenizer.load(demo).encode("the ?")
 
@@ -276,7 +276,7 @@ def trained(directory: Path, **options: Any) -> Path:
 def test_ignored_settings_of_a_spiece_model_are_logged_once(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ids are transformers' and not sentencepiece's, which follows them."""
+    """Ids equal transformers', and not sentencepiece's, which follows these settings."""
     import sentencepiece
     from transformers import T5Tokenizer
 
@@ -335,7 +335,7 @@ LISTED = {"vocab.txt": "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", 
     "files, kind", [(PAIRS, "RobertaTokenizer"), (PAIRS, "GPT2Tokenizer"), (LISTED, "BertTokenizer")]
 )
 def test_vocabularies_of_other_classes(files: dict[str, str], kind: str, tmp_path: Path) -> None:
-    """They are read where the class is named, by the checkpoint that is converted as well; else they are named."""
+    """They are read if the class is named, also by the converted checkpoint; otherwise a line names them."""
     from transformers import AutoTokenizer
 
     source, names = tmp_path / "source", " and ".join(sorted(files))
@@ -380,7 +380,7 @@ def test_no_advice_about_torch() -> None:
         ({"spiece.model": "junk"}, "spiece.model is damaged"),
     ],
 )
-def test_bad_directories(files: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_invalid_directories_are_refused(files: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message) as caught:
@@ -408,7 +408,7 @@ def test_bad_directories(files: dict[str, str], message: str, tmp_path: Path) ->
 def test_code_in_a_directory_is_never_run(
     files: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first line of standard input is data: it must not be taken for an answer."""
+    """The first line of standard input is data, and must not be taken for an answer."""
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
@@ -422,8 +422,8 @@ def test_code_in_a_directory_is_never_run(
     assert "Do you wish to run" not in capfd.readouterr().out
 
 
-def test_a_flipped_bit_does_not_go_unseen(demo: Path, tmp_path: Path) -> None:
-    """Of files that are read as they were saved every bit counts; so do files that are gone or that came to them."""
+def test_flipped_bit_is_detected(demo: Path, tmp_path: Path) -> None:
+    """Every bit of files that are read as saved counts, and so do missing and additional files."""
     copy = tmp_path / "tokenizer"
     shutil.copytree(demo, copy)
     expected = digests(copy)
@@ -451,7 +451,7 @@ def test_a_flipped_bit_does_not_go_unseen(demo: Path, tmp_path: Path) -> None:
         check_digests(copy, expected)
 
 
-def test_bad_paths(tmp_path: Path) -> None:
+def test_invalid_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="found a file"):
         Tokenizer.load(tmp_path / "file")
@@ -461,7 +461,7 @@ def test_bad_paths(tmp_path: Path) -> None:
 
 
 def test_tokenizer_config_without_a_class_is_read_as_t5(t5: Path, tmp_path: Path) -> None:
-    """Files as of 2020: the class was told by the model's config.json alone."""
+    """In files from 2020 only the model's config.json tells the class."""
     shutil.copy(t5 / "spiece.model", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512, "extra_ids": 100}')
     found, expected = Tokenizer.load(tmp_path), Tokenizer.load(t5)
@@ -469,7 +469,7 @@ def test_tokenizer_config_without_a_class_is_read_as_t5(t5: Path, tmp_path: Path
     assert found.size == 32100
 
 
-def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     asked = []

@@ -1,4 +1,4 @@
-"""tokenizer.json read without transformers, beside what transformers makes of the same directory."""
+"""tokenizer.json is read without transformers, and equals transformers' tokenizer of the same directory."""
 
 import json
 import random
@@ -199,7 +199,9 @@ def test_files_that_may_differ_are_read_by_transformers(case: str, made: dict[st
 
 
 @pytest.mark.parametrize("name, content", [("config.json", {"model_type": "t5"}), ("added_tokens.json", {})])
-def test_other_files_that_decide(name: str, content: object, made: dict[str, Path], tmp_path: Path) -> None:
+def test_other_files_that_affect_ids_are_read_by_transformers(
+    name: str, content: object, made: dict[str, Path], tmp_path: Path
+) -> None:
     directory = changed(made["t5"], tmp_path / "changed", [])
     (directory / name).write_text(json.dumps(content))
     assert not isinstance(Tokenizer.load(directory)._inner, TokenizerFile)

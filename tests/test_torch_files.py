@@ -1,4 +1,4 @@
-"""torch's files read without torch: against torch itself, and against files that want more than tensors."""
+"""torch's files are read without torch, and files with other objects than tensors are refused."""
 
 import collections
 import os
@@ -39,7 +39,7 @@ def in_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_tensors_equal_torch(ordered: bool, tmp_path: Path) -> None:
-    """Views of one storage, odd strides, parameters, and what a state dict holds beside its tensors."""
+    """Files have views of one storage, odd strides, parameters, and further objects of a state dict."""
     state: Any = TENSORS
     if ordered:
         state = collections.OrderedDict(TENSORS)
@@ -53,8 +53,8 @@ def test_tensors_equal_torch(ordered: bool, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name].read().astype(np.float32), in_numpy(tensor))
 
 
-def test_a_t5_in_shards(tmp_path: Path) -> None:
-    """The parameters are those of safetensors; tied tables that torch keeps three times are one."""
+def test_t5_in_shards_is_read(tmp_path: Path) -> None:
+    """The parameters equal those of safetensors; tied tables that torch stores three times are one."""
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(0))
     write_hf(tiny.MODEL, params, tmp_path / "safe", None)
     write_hf(tiny.MODEL, params, tmp_path / "torch", None)
@@ -109,7 +109,7 @@ def test_other_pickled_objects_are_refused(
 
 
 def test_a_tensor_stays_within_its_storage(tmp_path: Path) -> None:
-    """Numbers of a pickle that reach beyond the bytes of the archive, or before them, or that are no numbers."""
+    """Numbers of a pickle lead beyond the bytes of the archive, or before them, or are no numbers."""
     storage: Any = torch_files.Storage("FloatStorage", "x", 6)
     wrong: list[Any] = [
         (3, (2, 2), (2, 1)),
@@ -220,8 +220,8 @@ def test_hostile_file_raises_one_line_at_once(kind: str, tmp_path: Path) -> None
     assert time.process_time() - begun < 4
 
 
-def test_the_file_by_hand_is_read(tmp_path: Path) -> None:
-    """Else the refusals above could be of a mistake in it."""
+def test_handmade_file_is_read(tmp_path: Path) -> None:
+    """Otherwise the refusals above could be caused by a mistake in it."""
     for metadata in (b"", b"}", b"N"):
         archive(tmp_path / "pytorch_model.bin", one(metadata=metadata), byteorder=b"little", version=b"3\n")
         [found] = open_tensors(tmp_path)[1].values()
@@ -230,14 +230,14 @@ def test_the_file_by_hand_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_protocol_of_pickles(protocol: int, tmp_path: Path) -> None:
+def test_every_protocol_of_pickles_is_read(protocol: int, tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
     for name, stored in open_tensors(tmp_path)[1].items():
         np.testing.assert_array_equal(stored.read().astype(np.float32), in_numpy(TENSORS[name]))
 
 
 def test_tensors_may_share_a_storage_at_most_four_times(tmp_path: Path) -> None:
-    """A small file of many names for the same numbers would fill the memory."""
+    """A small file with many names for the same numbers would fill the memory."""
     torch.save(dict.fromkeys("abcd", WIDE), tmp_path / "pytorch_model.bin")
     assert len(open_tensors(tmp_path)[1]) == 4
     torch.save(dict.fromkeys("abcde", WIDE), tmp_path / "pytorch_model.bin")
@@ -263,7 +263,7 @@ def test_error_for_an_old_file_names_the_torch_version(tmp_path: Path) -> None:
 
 
 def test_damaged_file_raises_one_line_or_is_read_correctly(tmp_path: Path) -> None:
-    """Bytes that changed, and files that end early: an error of ours, or the tensors as they were."""
+    """Bytes are changed, or files end early: there is a UserError, or the tensors are correct."""
     file = tmp_path / "pytorch_model.bin"
     torch.save({"a": WIDE, "b": TENSORS["brain"]}, file)
     whole, rng, refused = file.read_bytes(), np.random.default_rng(0), 0

@@ -1,4 +1,4 @@
-"""The training step: its loss, its gradient and its update against independent ones, on one device and on many."""
+"""The training step: loss, gradient and update equal independent ones, on one device and on many."""
 
 import dataclasses
 import math
@@ -128,7 +128,7 @@ def test_packed_rows_hold_every_example_and_little_else(batches):
         assert used <= 8 * width < 1.2 * used + 8 * 16  # a row is rounded up to a multiple of 16
 
 
-def test_dealt_runs_are_even():
+def test_runs_have_even_lengths():
     lengths = [9, 1, 1, 8, 2, 7, 3, 5]
     order = deal(lengths, 2)
     assert sorted(order) == list(range(8))
@@ -136,7 +136,7 @@ def test_dealt_runs_are_even():
 
 
 def test_each_example_goes_to_the_shortest_run():
-    """Beside the plainest way to do it, which takes the first of equal runs."""
+    """The simplest implementation is the reference: it takes the first of equal runs."""
     rng = np.random.default_rng(0)
     for size in (1, 2, 3, 7):
         lengths = rng.integers(0, 6, 6 * size).tolist()
@@ -161,7 +161,7 @@ def test_fixed_batches_hold_everything_once(tokenizer):
 
 
 def test_fewer_steps_have_fewer_shapes(tokenizer):
-    """Those of a config, from the lengths of its examples."""
+    """The shapes of a config follow from the lengths of its examples."""
     examples = demo.examples("train")[:406]
     few, many = (
         choose_shapes(examples, tokenizer, change(CONFIG, train={"steps": steps, "shapes": 22}), MODEL).pairs
@@ -218,7 +218,7 @@ def test_program_compiled_ahead_gives_equal_results(batches):
 
 @pytest.mark.slow
 def test_program_that_failed_ahead_is_compiled_again(batches, monkeypatch):
-    """As where memory was short at that moment; and no command waits for what is compiled ahead."""
+    """The memory was short at that moment, for example; no command waits for programs that are compiled ahead."""
     arrays, compiled, unneeded = batches[0].arrays, Trainer._compile_ahead, []
 
     def fails_beside(self, batch):
@@ -273,7 +273,7 @@ def test_a_poisoned_batch_changes_no_bit(batches, poison, name):
 
 @pytest.mark.slow
 def test_without_a_branch_the_update_is_the_same(batches):
-    """As GPUs compute it."""
+    """GPUs compute it without a branch."""
     trainer, arrays = shared_trainer(CONFIG), dict(batches[0].arrays)
     with_branch, without = (
         jax.jit(partial(train_step, trainer.model, trainer.optimizer, branch=branch)) for branch in (True, False)
@@ -315,7 +315,7 @@ def test_a_frozen_encoder_keeps_its_bits_and_has_no_moments(batches):
 
 @pytest.mark.slow
 def test_one_step_of_adamw_by_hand(batches):
-    """Update number 1: clip to norm 1, both moments corrected, so every weight moves by the rate against its sign."""
+    """For update 1: clip to norm 1, correct both moments, so every weight changes by the rate against its sign."""
     config = change(CONFIG, train={"weight_decay": 0.1, "warmup_steps": 1})
     state = shared_trainer(config).fresh()
     params = jax.device_get(state.params)
@@ -334,7 +334,7 @@ def test_one_step_of_adamw_by_hand(batches):
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_schedules(schedule):
+def test_schedules_equal_their_definitions(schedule):
     rate = optimizer.learning_rate(TrainConfig(steps=110, warmup_steps=10, learning_rate=2.0, schedule=schedule))
     assert [round(float(rate(step - 1)), 6) for step in (1, 5, 10)] == [0.2, 1.0, 2.0]
     halfway, late = {"constant": (2, 2), "linear": (1, 0.5), "cosine": (1, 1 + math.cos(0.75 * math.pi))}[schedule]
@@ -342,7 +342,7 @@ def test_schedules(schedule):
 
 
 def test_a_warmup_may_be_a_share_of_the_steps():
-    """Also where few steps are left for it, and with another count beside it."""
+    """A few remaining steps, and another count of warm-up steps, are tested too."""
     for share, steps, rising in ((0.06, 500, 30), (0.1, 7, 1), (0.5, 3, 2), (0.001, 100, 1)):
         own = TrainConfig(steps=steps, warmup_share=share, warmup_steps=77, learning_rate=1.0)
         rate = optimizer.learning_rate(own)
@@ -428,7 +428,7 @@ def test_every_parameter_matches_exactly_one_rule():
         ({"mesh": {"data": 4, "fsdp": 2}, "train": {"pack": 2}}, r"train\.pack: found 2; .* of 3, .* such as 3"),
     ],
 )
-def test_batches_that_do_not_come_out_even(sections, message):
+def test_batch_sizes_that_do_not_divide_are_refused(sections, message):
     with pytest.raises(UserError, match=message):
         Trainer(change(CONFIG, **sections))
 
@@ -437,7 +437,7 @@ def test_batches_that_do_not_come_out_even(sections, message):
 
 
 def test_training_operations_equal_xlas_count_of_matrices():
-    """Against XLA's count of the forward pass: one example without padding, the attention as counted by hand."""
+    """Compared with XLA's count of the forward pass of one example without padding; attention is counted by hand."""
     source, slots = 64, 32
     model = dataclasses.replace(MODEL, d_model=256, d_kv=64, d_ff=512)
     params = oracle.random_params(model, np.random.default_rng(0))
@@ -461,7 +461,7 @@ def test_an_example_without_rows_still_teaches_to_stop(tokenizer):
 
 
 def test_rows_without_tokens_are_dropped_for_both_objectives(tokenizer):
-    """Between separators, too, nothing is left of a row that the tokenizer leaves nothing of."""
+    """Between separators, a row without tokens leaves nothing either."""
     for objective in ("pipelined", "sequential"):
         config = change(CONFIG, train={"method": objective})
         spoilt, clean = (

@@ -1,4 +1,4 @@
-"""The trainer: its loss against independent losses, bit-exact resume, meshes, and refusals."""
+"""The trainer: its loss equals independent losses, bit-exact resume, meshes, and refusals."""
 
 import dataclasses
 import errno
@@ -57,7 +57,7 @@ def finished(tmp_path_factory, compiled_once):
 
 
 def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
-    """Each attempt reads the text anew: thousands of rows must not take thousands."""
+    """Each attempt reads the text again: thousands of rows must not need thousands of attempts."""
 
     class Counting(Tokenizer):
         calls = 0
@@ -102,7 +102,7 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
 
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
 def test_no_row_ends_in_its_middle(tokenizer, objective):
-    """A tokenizer reads "</s>" as the token that ends a row."""
+    """The tokenizer reads "</s>" as the token that ends a row."""
     config = change(CONFIG, train={"method": objective})
     spelt, plain = (
         encode_example(Example("x", "deliver apples .", (row,)), tokenizer, config, MODEL).target
@@ -164,7 +164,7 @@ def test_log_shows_epochs_and_predictions(finished):
 
 
 @pytest.mark.slow
-def test_runs_side_by_side(finished, tmp_path, capsys):
+def test_runs_are_compared_in_a_table(finished, tmp_path, capsys):
     assert compare_command.main([str(finished), str(finished), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     evaluations = [line for line in metrics(finished) if line["event"] == "evaluation"]
@@ -181,7 +181,7 @@ def test_runs_side_by_side(finished, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatch, capsys, said):
-    """Nothing is learned at such a rate: the first evaluation stays the best. Off the main thread, without signals."""
+    """With this rate nothing is learned: the first evaluation is the best. It runs outside the main thread."""
     still = {"learning_rate": 1e-30, "dropout": 0.0}
     config = change(ON_ONE, train={"steps": 9, "evaluate_every": 1, "patience": 2, **still})
     codes = []
@@ -203,7 +203,7 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_a_run_keeps_the_shapes_that_its_first_steps_chose(tmp_path, said):
-    """More steps would be worth more shapes, and other ones would change what was learned."""
+    """More steps would choose more shapes, and other shapes would change the training."""
     config = change(ON_ONE, train={"steps": 1, "shapes": 9, "evaluate_examples": 8})
     assert fit(config, tmp_path) == 0
     line = "all batches are padded to one shape; a shape is compiled once, before its first step"
@@ -220,7 +220,7 @@ def test_a_run_keeps_the_shapes_that_its_first_steps_chose(tmp_path, said):
     [(0, 2, "2 shapes", True), (0, 9, "7 shapes (one of 4 at first)", False), (4, 2, "2 shapes", False)],
 )
 def test_number_of_shapes_is_logged_with_its_reason(said, step, count, shapes, told):
-    """A resumed run logs no reason, because it keeps its shapes whatever train.shapes is."""
+    """A resumed run logs no reason, because it keeps its shapes for any train.shapes."""
     run = mock.MagicMock(step=step, config=change(CONFIG, train={"shapes": 9, "steps": 30}))
     run.state.params, run.trainer.trained.return_value = {}, {}
     run.shapes = Shapes((8,), ((8, 8),) * count, (8, 8), (8.0, 8.0))
@@ -266,7 +266,7 @@ def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path, said)
 
 
 @pytest.mark.slow
-def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatch):
+def test_temporarily_unreadable_step_is_not_damaged(finished, monkeypatch):
     before = sorted(p.name for p in (finished / "checkpoints").iterdir())
 
     def too_many(*args, **kwargs):
@@ -291,7 +291,7 @@ def test_saving_a_step_again_replaces_the_old_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tmp_path, monkeypatch):
+def test_logged_steps_are_at_most_one_interval_after_a_committed_step(tmp_path, monkeypatch):
     lost = []
     write = RunDirectory.log_metrics
 
@@ -337,7 +337,7 @@ def test_other_training_examples_are_refused_on_resume(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
+def test_interrupted_evaluation_is_repeated(tmp_path, monkeypatch):
     def killed(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -351,7 +351,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 6])
-def test_a_signal_ends_an_evaluation_which_the_next_run_makes_up_for(finished, tmp_path, monkeypatch, at):
+def test_evaluation_ended_by_a_signal_is_repeated_by_the_next_run(finished, tmp_path, monkeypatch, at):
     config, decode = change(CONFIG, decode={"batch_size": 4}), examiner.evaluate
     evaluations = []
 
@@ -408,7 +408,7 @@ def test_the_best_step_is_on_disk_before_its_evaluation_is_in_the_log(tmp_path, 
 
 
 @pytest.mark.slow
-def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_holds(finished, tmp_path):
+def test_too_many_beams_and_beams_with_rows_are_refused(finished, tmp_path):
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, .*, not pipelined"):
         fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -417,7 +417,7 @@ def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_
         fit(dataclasses.replace(config, model=None), tmp_path / "run")
 
 
-def test_a_separator_that_the_tokenizer_loses(tmp_path):
+def test_separator_lost_by_the_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         UserError,
         match=r"data\.separator: found '\\n'",
@@ -484,7 +484,7 @@ def converted(tmp_path_factory):
 
 @pytest.mark.slow
 def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
-    """The first sequential loss is torch's on the same labels; the loss falls; the result goes back to Hugging Face."""
+    """The first sequential loss equals torch's; the loss falls; the result is converted to Hugging Face."""
     model, ours = converted
     every = dict.fromkeys(("steps", "evaluate_every", "checkpoint_every"), 30)
     train = dataclasses.replace(CONFIG.train, method="sequential", dropout=0.0, init_from=str(ours), **every)
@@ -516,7 +516,7 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
     assert back(input_ids=tensor(sources, 0), attention_mask=mask, labels=tensor(labels, -100)).loss.item() < expected
 
 
-def test_a_config_that_contradicts_its_starting_checkpoint(converted, tmp_path):
+def test_config_that_contradicts_its_initial_checkpoint_is_refused(converted, tmp_path):
     with pytest.raises(UserError, match=r"model\.d_model: found 16; expected 32 as in the checkpoint"):
         fit(change(CONFIG, train={"init_from": str(converted[1])}), tmp_path / "run")
     with pytest.raises(UserError, match=r"model: found none; expected"):

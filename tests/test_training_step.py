@@ -1,4 +1,4 @@
-"""The loss and the update of a step by their definition, with a model of sums in place of the T5.
+"""The loss and the update of a step equal their definition, with a model of sums instead of the T5.
 
 A token's output is a sum over all visible tokens, weighted by distance. So a wrong mask, distance or weight changes the
 loss. The model compiles at once.
@@ -93,7 +93,7 @@ def summed_loss(params, given, delay):
 
 @pytest.mark.parametrize("delay, pack", [(1, 1), (1, 3), (2, 2)])
 def test_the_loss_of_a_batch_is_the_definition(delay, pack):
-    """Neither padding, nor an eos that is only fed, nor a neighbour in the same sequence has a part in it."""
+    """Padding, an eos that is only fed, and other examples in the same sequence have no effect."""
     given, params = examples(6, delay), parameters()
     total, count = loss_of(Sums(), params, batch_of(given, delay, pack), None)
     expected, tokens = summed_loss(params, given, delay)
@@ -102,7 +102,7 @@ def test_the_loss_of_a_batch_is_the_definition(delay, pack):
 
 
 def test_tokens_without_weight_are_not_in_the_mean(monkeypatch):
-    """Whole or in parts: the sum is of the tokens that count, and so is their number."""
+    """The mean over the whole batch and over parts divides the sum over counting tokens by their number."""
     rng = np.random.default_rng(0)
     logits, targets = rng.normal(size=(3, 24, WORDS)).astype(np.float32), rng.integers(0, WORDS, (3, 24))
     weights = rng.integers(0, 2, (3, 24)).astype(np.float32)
@@ -116,7 +116,7 @@ def test_tokens_without_weight_are_not_in_the_mean(monkeypatch):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_update_is_along_the_mean_over_the_tokens_of_the_whole_batch(accumulate):
-    """In parts of uneven lengths, too; longer than `clip_norm` it is cut to that, shorter it is as it is."""
+    """Parts have uneven lengths; an update longer than `clip_norm` is scaled to it, and a shorter one is unchanged."""
     given, params = examples(8, 1), parameters()
     given[::2] = [(source, [[2] * 9, [3] * 9]) for source, _ in given[::2]]  # every second one is a part
     (total, count), gradient = jax.value_and_grad(summed_loss, has_aux=True)(params, given, 1)

@@ -79,8 +79,8 @@ def test_a_verdict_belongs_to_one_machine_and_version(
     assert trial.verdict(CHOICES, never) == LEFT
 
 
-def test_of_gpus_of_one_kind_each_process_may_see_another(verdicts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers with a GPU each share the verdict, unless the GPUs differ."""
+def test_processes_with_gpus_of_one_kind_share_the_verdict(verdicts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers with one GPU each share the verdict, unless the GPUs differ."""
     for names, shared in ((("A", "A"), True), (("A", "B"), False)):
         monkeypatch.setattr(trials, "gpus", lambda names=names: Gpus(names, "575"))
         found = []
@@ -141,7 +141,7 @@ def test_a_choice_that_no_longer_exists_is_tried_again(verdicts: Path, said: lis
     assert "it belongs to another trial" in said[0]
 
 
-def test_what_may_change_is_not_kept(verdicts: Path) -> None:
+def test_temporary_verdicts_are_not_stored(verdicts: Path) -> None:
     trial = Trial("a way", "sizes")
     for choice in CHOICES:
         assert trial.verdict(CHOICES, partial(Verdict, choice, "", lasts=False)).choice == choice
@@ -149,7 +149,7 @@ def test_what_may_change_is_not_kept(verdicts: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["off", "no driver", "a file in the way"])
-def test_without_a_place_each_process_tries(
+def test_each_process_tries_without_a_cache(
     why: str, verdicts: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     if why == "off":
@@ -199,7 +199,7 @@ def support(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_child_reports_its_result(support: None) -> None:
-    """It reserves no memory of the GPU, and JAX is first imported by the trial."""
+    """It reserves no memory of the GPU, and only the trial imports JAX."""
     assert in_child("agree", 1) == (OWN, "results agree with XLA's", True)
     assert in_child("describe", 64, True) == (XLA, "(64, True) false False", True)
 
@@ -222,11 +222,11 @@ def test_failed_child_process_gives_xla_and_a_reason(
 
 
 @pytest.mark.slow
-def test_a_child_that_hangs_is_ended(support: None) -> None:
+def test_hanging_child_is_ended(support: None) -> None:
     assert in_child("hang", 999, seconds=3) == (XLA, "their trial took more than 3 s", True)
 
 
-def test_a_process_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_cannot_start_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     found = in_child("agree")
     assert found == (XLA, "the process of their trial could not be started (No such file or directory)", False)
@@ -234,7 +234,7 @@ def test_a_process_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_second_process_without_the_gpu_uses_xla(support: None, verdicts: Path) -> None:
-    """A GPU may belong to one process only. Then no verdict is kept, and the next process tries again."""
+    """A GPU may be used by one process only. Then no verdict is stored, and the next process tries again."""
     assert child_trials.refusal("kernels", f"{SUPPORT}:without_gpu") == "a second process cannot use the GPU"
     assert not verdicts.exists()
 
@@ -247,7 +247,7 @@ def test_result_of_a_trial_in_a_child_process_is_stored(support: None, verdicts:
 
 
 def test_kernels_are_tried_before_the_gpu_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Loading a checkpoint and training begin with the trials, and a machine without GPUs with nothing."""
+    """Loading a checkpoint and training begin with the trials, if the machine has a GPU."""
     asked: list[bool] = []
     monkeypatch.setattr(
         registry, "find", lambda place: {registry.TRY_KERNELS: lambda trains: asked.append(trains)}[place]

@@ -1,4 +1,4 @@
-"""UMT5 and MADLAD-400 beside transformers: weights, logits, gradients, heads and rows; training and decoding UMT5."""
+"""UMT5 and MADLAD-400 equal transformers: weights, logits, gradients, heads and rows; training and decoding UMT5."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ TINY = UMT5.model
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_fast_decoders_support_bias_table_for_each_layer(tied, own, weights, kernel):
-    """And whether the head is scaled: `tied` is, as by the module."""
+    """They also support scaled and unscaled heads: `tied` has the module's value."""
     model = UMT5Config(50, 32, 16, 48, 2, 3, 3, feed_forward="gated-gelu", tied_head=tied, scale_head=tied)
     params, forced = varied(model, 5), np.random.default_rng(3).integers(3, 50, (3, 4, 12)).astype(np.int32)
     sources = [[7, 3, 9, 4, 5, 1] * 4, [8, 1], [6, 6, 2, 1]]
@@ -63,7 +63,7 @@ def test_fast_decoders_support_bias_table_for_each_layer(tied, own, weights, ker
     assert np.abs(wanted).max() > 1 and np.abs(found - wanted).max() < near
 
 
-def test_umt5_is_taken_for_itself_alone(kernel, monkeypatch):
+def test_own_kernel_is_used_for_unchanged_umt5_only(kernel, monkeypatch):
     monkeypatch.setattr(cpu_kernel, "use", lambda: kernel)
     model = UMT5Config(50, 32, 16, 48, 2, 3, 3, tied_head=False, scale_head=False)
     assert type(backends.fastest(model, jnp.float32)) is OwnKernel
@@ -148,7 +148,7 @@ MADLAD = T5Config(
 )
 
 
-def test_madlad_reads_the_names_of_its_file_and_starts_with_its_own_token(tmp_path):
+def test_madlad_is_read_with_its_names_and_start_token(tmp_path):
     params = varied(MADLAD, 3)
     write_hf(MADLAD, params, tmp_path / "there", None)
     file, facts = tmp_path / "there" / "model.safetensors", tmp_path / "there" / "config.json"
@@ -216,7 +216,7 @@ def own_logits(model: UMT5Config, params: Any, tokens: list[list[int]]) -> np.nd
 
 @pytest.mark.parametrize("case", HEADS)
 def test_head_scaling_follows_config_and_tensors(case: str, tmp_path: Path, capsys: Any) -> None:
-    """As transformers 5 computes all of them, but the published head: T5X and transformers 4 do not scale that."""
+    """transformers 5 scales all heads, but T5X and transformers 4 do not scale the published head."""
     head, tied, fields = HEADS[case]
     there, tokens = with_head(tmp_path / "there", head, tied), [[0, 3, 4, 8]]
     model, params = read_hf(there)
@@ -236,7 +236,7 @@ def test_head_scaling_follows_config_and_tensors(case: str, tmp_path: Path, caps
 
 
 def test_unscaled_tied_head_is_written_as_separate_tensor(tmp_path: Path) -> None:
-    """No config.json says so of a table, and transformers would scale it."""
+    """No config.json can declare such a table, and transformers would scale it."""
     model = dataclasses.replace(TINY, tied_head=True)
     params, tokens = varied(model, 2), [[0, 3, 4, 8]]
     write_hf(model, params, tmp_path, None)

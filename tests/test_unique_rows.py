@@ -1,4 +1,4 @@
-"""Rows that repeat one above them: left out of records, streams and chunks, and the end of an answer in circles."""
+"""Rows that repeat a row above: omitted from records, streams and chunks, and the end of repeating answers."""
 
 import dataclasses
 import operator
@@ -112,13 +112,13 @@ def test_without_the_setting_repeated_rows_are_kept_and_not_reported(made):
 
 
 def test_an_unfinished_row_that_is_equal_so_far_is_left_out(made):
-    """Whether an answer is cut off by time or by a request: no two rows of a record are equal."""
+    """The answer is truncated by time or by a request: no two rows of a record are equal."""
     found = record(made, Source("x", [1]), "pipelined", decoded([[A, B], [A], [A, B]], truncated="time_max"), 0)
     assert (found["row_ids"], found["repeated"], found["truncated"]) == ([[A, B], [A]], [2], "time_max")
 
 
 def test_a_sequential_answer_keeps_its_text(made, monkeypatch):
-    """Its rows are found in the text, and those that repeat are dropped from the list; text and ids are as written."""
+    """Its rows are split from the text, and repeated rows are omitted from the list; text and ids are not changed."""
     text = "lamps ; ropes ; lamps ; tents ; ropes"
     monkeypatch.setattr(made.tokenizer, "decode", lambda ids: text)
     found = record(made, Source("x", [1]), "sequential", decoded([[A, B, C]]), 0)
@@ -128,7 +128,7 @@ def test_a_sequential_answer_keeps_its_text(made, monkeypatch):
 
 
 def test_trace_omits_repeated_rows(made):
-    """Numbered as in the record; the empty row after them is the next, as without the setting."""
+    """Rows are numbered as in the record; the empty row after them is the next, as without the setting."""
     written = [[A, B], [A, B], [C], [C], []]
     calls = np.asarray(
         [[[1, 0, -1, -1, -1], [0, 1, 0, 0, 0]]]
@@ -141,7 +141,7 @@ def test_trace_omits_repeated_rows(made):
         picture.steps(found, [["a", "b"], ["c"]], 2, "r:1")
 
 
-def test_a_resumed_decode_asks_for_the_same(made):
+def test_unique_rows_is_a_setting_of_resumed_decodes(made):
     assert settings_of(made, "pipelined", [])["decode.unique_rows"] is True
 
 
@@ -172,7 +172,7 @@ def answers(seed, *, end=True):
 
 @pytest.mark.parametrize("end", [True, False], ids=["whole", "cut"])
 def test_stream_omits_events_of_repeated_rows(end):
-    """For any slices of steps; the events of a row are sent as soon as it differs from all rows above."""
+    """This holds for any slices of steps; events of a row are sent as soon as it differs from all rows above."""
     waited = 0
     for seed in range(200):
         rows, delay, ended = answers([seed, end], end=end)
@@ -249,7 +249,7 @@ DRAFTERS = [None, FromSource(), Jacobi(), FromModel(least=0.2)]
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else type(x).__name__,
 )
 def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, drafter):
-    """With drafts that are often wrong, too: what is written is the same, and so are steps and what cut it off."""
+    """With drafts that are often wrong, answers, steps and truncations are the same."""
     delay, time_max, sub_max, literal, batch = setting
     strategy: Any = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal, unique=True)
     strategy = strategy if drafter is None else with_drafts(strategy, Drafts(drafter, 4))
@@ -281,7 +281,7 @@ def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, draf
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.3, 0.0])
 def test_streams_and_running_batches_give_the_records_of_decode(temperature):
-    """With reused places and bounded answers: the same rows remain beside any other requests."""
+    """Places are reused and answers bounded: the same rows remain with any other requests."""
     made = generator(model=MORE_WORDS, temperature=temperature)
     rng = np.random.default_rng(3)
     given = [Source(i, [*rng.integers(2, 12, rng.integers(1, 15)).tolist(), 1]) for i in range(16)]
@@ -322,7 +322,7 @@ def test_streams_and_running_batches_give_the_records_of_decode(temperature):
 
 @pytest.mark.slow
 def test_rows_with_prefixes_may_repeat():
-    """Forced tokens count as written: beginnings that are alike lead to rows that repeat, named rows too."""
+    """Forced tokens count as written: equal beginnings lead to repeated rows, also for named rows."""
     config = Config(
         model=FEW_WORDS,
         grid=GridConfig(delay=1, time_max=16, sub_max=9),

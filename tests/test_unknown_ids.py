@@ -1,4 +1,4 @@
-"""The id of unknown characters is the one in the vocabulary's own file."""
+"""The id of unknown characters is the id in the vocabulary's file."""
 
 import dataclasses
 import json
@@ -54,8 +54,8 @@ def of_library(directory: Path) -> Callable[[str], list[int]]:
 
 @pytest.mark.parametrize("unknown", [0, 1, 3, len(WORDS) + 5])
 @pytest.mark.parametrize("by_transformers", [False, True])
-def test_a_tokenizer_json_of_t5s_class(unknown: int, by_transformers: bool, tmp_path: Path) -> None:
-    """transformers 5 takes 2, here the eos; all other ids are its."""
+def test_unknown_id_of_a_tokenizer_json_is_read(unknown: int, by_transformers: bool, tmp_path: Path) -> None:
+    """transformers 5 takes 2, here the eos; all other ids are equal."""
     directory = madlad(tmp_path / "it", unknown)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     if by_transformers:
@@ -119,7 +119,7 @@ def byte_free(directory: Path) -> Path:
 @pytest.mark.parametrize("make", [bert, roberta, gemma, words, ends_unknown, byte_free])
 @pytest.mark.parametrize("text", UNKNOWN)
 def test_vocabularies_of_words_and_of_merged_pieces(make: Callable[[Path], Path], text: str, tmp_path: Path) -> None:
-    """Of these transformers follows unk_token."""
+    """For these, transformers follows unk_token."""
     directory = make(tmp_path / "it")
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert Tokenizer.load(directory).encode(text) == theirs(text, add_special_tokens=False).input_ids
@@ -148,7 +148,7 @@ def test_a_converted_model_reads_unknown_characters_as_unknown(tmp_path: Path, s
 
 
 def test_unknown_id_equal_to_eos_is_used_and_reported(tmp_path: Path, said: list[str]) -> None:
-    """As a run that was trained so has it, and as transformers 5 saves MADLAD's."""
+    """A run was trained with it, and transformers 5 saves MADLAD's so."""
     directory = madlad(tmp_path / "it")
     transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "theirs")
     saved = json.loads((tmp_path / "theirs" / "tokenizer.json").read_text())
@@ -167,8 +167,8 @@ def test_a_vocabulary_without_an_id_for_unknown_characters_opens(tmp_path: Path)
     assert not tokenizer.unknown_is(0) and tokenizer.encode("a") == [1]
 
 
-def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the hub's cache, which links to the files."""
+def test_tokenizer_in_the_hubs_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache links to the files."""
     kept = tmp_path / "models--some--madlad"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("abc")

@@ -1,4 +1,4 @@
-"""No loop over layers or parts of the logits is given an array of zeros: each turn would read it."""
+"""Loops over layers or parts of the logits have no array of zeros as input, which each iteration would read."""
 
 import jax
 import jax.extend.core
@@ -52,12 +52,12 @@ def attended(x, seeds):
 
 
 @pytest.mark.parametrize("function, shape", [(dropped, (8, 16)), (attended, (1, 1, 8, 16))])
-def test_dropout_in_layers(function, shape):
+def test_dropout_in_layers_needs_no_zeros(function, shape):
     jaxpr = jax.make_jaxpr(jax.grad(function))(jnp.ones(shape), jnp.ones((2, 2), jnp.uint32))
     assert constants(jaxpr.jaxpr) == []
 
 
-def test_the_loss_in_parts(monkeypatch):
+def test_loss_in_parts_needs_no_zeros(monkeypatch):
     monkeypatch.setattr(losses, "LOGITS", 64)
     targets, weights = jnp.ones((2, 8), jnp.int32), jnp.ones((2, 8))
 
@@ -68,7 +68,7 @@ def test_the_loss_in_parts(monkeypatch):
     assert constants(jaxpr.jaxpr) == []
 
 
-def test_an_array_of_zeros_would_be_seen():
+def test_array_of_zeros_is_detected():
     def plain(x):
         zeros = jnp.zeros(LARGE)
         return jax.lax.scan(lambda total, _: (total + zeros, None), x, length=2)[0]
