@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = getattr(config, "cache", None)
     if cache is not None:  # absent under -p no:cacheprovider
         directory = cache.mkdir("jax")
-        directory.chmod(0o700)  # what lies in there is executed
+        directory.chmod(0o700)  # files in it are executed
         settings = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.0}
         for name, value in settings.items():
             jax.config.update(name, value)
@@ -70,10 +70,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.set_threshold(10_000, 10, 10)
 
 
-MEMORY_MAPS = 15_000  # of a process; Linux allows 65,530 by default
+MEMORY_MAPS = 15_000  # mappings of a process; Linux allows 65,530 by default
 
 
-# Files that take minutes: first, so that no worker is left alone with one of them in the end.
+# Files that take minutes are first, so that no worker is alone with one of them at the end.
 SLOW = (
     *(
         "drafting",
@@ -136,7 +136,7 @@ def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     """The kernels that tests compile: in a cache of the suite's own, from one of its runs to the next."""
     kept = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
     directory: Path = kept.mkdir("kernels") if kept else tmp_path_factory.mktemp("cache")
-    directory.chmod(0o700)  # what lies in there is executed
+    directory.chmod(0o700)  # files in it are executed
     return directory
 
 
@@ -163,7 +163,7 @@ def said() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def compiled_once() -> "Iterator[dict[Any, Trainer]]":
     """Runs that a test module starts share what they compile; gives their trainers."""
-    from support.compiled_once import compiled_once  # not above: it imports the training
+    from support.compiled_once import compiled_once  # imported here, since it imports the training
 
     with compiled_once() as trainers:
         yield trainers
@@ -181,7 +181,7 @@ def real_data() -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the embedded task's tokenizer. Nobody changes it."""
-    from pipejax.apps import demo  # not above: it takes seconds, and not every test needs it
+    from pipejax.apps import demo  # imported here, since it takes seconds, and not every test needs it
 
     directory = tmp_path_factory.mktemp("tokenizer")
     demo.build_tokenizer(directory)

@@ -20,7 +20,7 @@ from pipejax.convert.__main__ import main as convert_main
 from pipejax.system.cli import run
 from pipejax.system.errors import UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # required by PEFT
 
 SOURCE, TARGET = [[3, 4, 5, 6, 49, 1]], [[0, 7, 8, 9]]
 SIZES: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 3, "num_layers": 2}
@@ -204,7 +204,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT's, that it does not follow some of these
+@pytest.mark.filterwarnings("ignore")  # PEFT's warning that it does not follow some of these
 @pytest.mark.parametrize("kind", PLAIN)
 def test_fields_that_leave_lora_plain_are_accepted(kind: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     """The merged matrices equal PEFT's."""

@@ -46,7 +46,7 @@ def test_value_and_gradient_equal_softmax(shape, rate):
     np.testing.assert_allclose(found, expected, atol=1e-6)
     for own, other in zip(gradients, wanted, strict=True):
         assert own.shape == other.shape and np.abs(other).max() > 0.1
-        np.testing.assert_allclose(own, other, atol=1e-5)  # from float64: ours 4e-6, JAX's 1e-6
+        np.testing.assert_allclose(own, other, atol=1e-5)  # difference from float64: ours 4e-6, JAX's 1e-6
     assert not gradients[1][:, :, 2].any() and not gradients[3][..., 2].any()  # masked tokens get no gradient
 
 

@@ -63,7 +63,7 @@ def test_greedy_tokens_of_one_row_equal_generate(case: BackboneCase) -> None:
 def test_beams_equal_generate(case: BackboneCase) -> None:
     params, torchs = case.loaded(0 if case is UMT5 else 2)
     if case is UMT5:
-        torchs.lm_head.weight.data *= UMT5.model.d_model**0.5  # `umt5_logits` says why
+        torchs.lm_head.weight.data *= UMT5.model.d_model**0.5  # `umt5_logits` has the reason
     check_beams(case.model, params, torchs, lowest=case.lowest)
 
 

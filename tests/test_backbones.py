@@ -44,7 +44,7 @@ from support.tiny import FEW_WORDS, RUN, change
 
 GRID = GridConfig(delay=2, time_max=14, sub_max=4)
 ROOT = Path(__file__).resolve().parent.parent
-MOST = 64  # tokens of a teacher-forced pass
+MOST = 64  # the tokens of a teacher-forced pass
 BOTH = ("pipelined", "sequential")
 TINY = UMT5Config(
     **{
@@ -136,7 +136,7 @@ def check_answers(
 @pytest.mark.parametrize(
     "strategy, briefly",
     [
-        ("pipelined", True),  # in all ways a UMT5 does, below
+        ("pipelined", True),  # tested in all ways for a UMT5 below
         pytest.param("pipelined", False, marks=pytest.mark.long),
         pytest.param("sequential", False, marks=pytest.mark.long),
     ],

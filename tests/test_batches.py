@@ -41,7 +41,7 @@ def test_batches_are_a_function_of_their_number(tokenizer):
     "rows",
     [
         [range(4), range(4, 8)],
-        [(0, 3, 4, 7), (1, 2, 5, 6)],  # as a mesh may order its devices
+        [(0, 3, 4, 7), (1, 2, 5, 6)],  # a mesh may order its devices in this way
         [range(3), range(3, 6), range(6, 8)],
         [range(i, i + 1) for i in range(8)],
         [range(4), range(4), range(4, 8), range(4, 8)],  # a "tensor" axis over two processes
@@ -49,7 +49,8 @@ def test_batches_are_a_function_of_their_number(tokenizer):
     ids=str,
 )
 def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, monkeypatch, rows):
-    cut, train = {"max_source": 27, "max_target": 20}, {"batch_size": 24, "length_group": 4}  # by which some are cut
+    # Some examples are cut by these limits.
+    cut, train = {"max_source": 27, "max_target": 20}, {"batch_size": 24, "length_group": 4}
     config, examples, count = change(CONFIG, data=cut, train=train), demo.examples("train")[:600], 8
     alone = TrainingBatches(examples, tokenizer, config, MODEL)
     whole, pack, n = [alone[i] for i in range(count)], pack_size(config.train), len(rows)
@@ -96,13 +97,13 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
     assert len({batch[3:] for batch in whole}) > 1 and all(a != b for a, b in (batch[3:] for batch in whole))
     drawn = count * 24
     for index, held in enumerate(rows):
-        # A share of the draw, and of its own rows what the others had.
+        # A process encodes its share of the draw, and the rows of its own that the others have encoded.
         assert made[index] <= drawn * (1 / n + len(held) / 8) and made[index] < drawn
 
 
 def test_batches_of_similar_lengths_are_shuffled_in_each_draw(tokenizer):
     drawn = TrainingBatches(of_length(*range(1, 49)), tokenizer, DRAW, MODEL, SHAPES)
-    # An epoch is a draw here. Each batch has six lengths that follow each other; the shortest one names it.
+    # An epoch is a draw here. Each batch has six consecutive lengths; the shortest one identifies it.
     order = [[min(drawn[i].lengths[:, 0]) for i in range(first, first + 8)] for first in (0, 8, 16)]
     assert all(np.ptp(drawn[i].lengths[:, 0]) == 5 for i in range(24))
     assert sorted(order[0]) == sorted(order[1]) == sorted(order[2])
@@ -125,7 +126,7 @@ def test_each_batch_is_padded_as_at_its_own_step(tokenizer):
 def test_cut_sources_and_targets_are_counted(tokenizer):
     config = change(CONFIG, data={"max_source": 8, "max_target": 8})
     sources, targets = ("apples " * 3, "apples " * 20), ("apples", "apples " * 20)
-    given = [(0, 0), (1, 0), (1, 0), (0, 1), (1, 1)]  # which of them are longer than that
+    given = [(0, 0), (1, 0), (1, 0), (0, 1), (1, 1)]  # which sources are longer than the limit
     encoded = [
         encode_example(Example("x", sources[a].strip(), (targets[b].strip(),)), tokenizer, config, MODEL)
         for a, b in given
@@ -151,7 +152,7 @@ def test_shapes_are_chosen_by_a_sample_of_all_examples(tokenizer, monkeypatch):
     monkeypatch.setattr(batches, "CHARACTERS", 5000)
     encoded.clear()
     choose_shapes(of_length(*[300] * 200), tokenizer, config, MODEL)
-    assert len(encoded) == 3  # of 2,099 characters
+    assert len(encoded) == 3  # texts have 2,099 characters
 
 
 def test_a_stream_holds_a_whole_draw(tokenizer):

@@ -35,7 +35,7 @@ SETTINGS = [
     (V1_1, 3, 0.0, 13, 5, (6,), ()),
     pytest.param(V1_1, 5, 0.6, 16, 4, (), (20,), marks=pytest.mark.long),
 ]
-MODELS = 8  # random models a setting
+MODELS = 8  # random models for each setting
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from pipejax.training import step
 from pipejax.training.step import batch_loss
 
 Array = jax.Array
-LONGEST = 128  # the distance from which on there is one bucket
+LONGEST = 128  # all larger distances share one bucket
 
 
 def bidirectional() -> np.ndarray:
@@ -150,7 +150,7 @@ def compared(
 
     def difference(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.abs(a - b).max() / jnp.maximum(jnp.abs(a).max(), 1.0)  # a gradient may be 0 but for rounding
+        return jnp.abs(a - b).max() / jnp.maximum(jnp.abs(a).max(), 1.0)  # a gradient may be 0 except for rounding
 
     return [difference(a, b) for a, b in zip(computed(whole), computed(in_blocks), strict=True)]
 
@@ -159,7 +159,7 @@ def compared(
 def test_packed_grid_with_dropout_equals_attend() -> None:
     rng = np.random.default_rng(0)
     assert max(apart(rng, decoder(rng, 1, 70), rate=0.1, heads=1)) < 1e-5
-    # The same program for places far from each other: whole blocks of pairs have one of the two outermost buckets.
+    # The same program with distant places: whole blocks of pairs have one of the two outermost buckets.
     none = np.zeros((1, 70), np.int64)
     far = Slots(none, none, none, 200 * np.arange(70)[None])
     assert max(apart(rng, (far, far, bidirectional()), rate=0.1, heads=1)) < 1e-5
@@ -206,7 +206,7 @@ def test_the_band_of_whole_sources_has_the_gradient_of_the_bias(length: int) -> 
 def test_large_scores_stay_finite() -> None:
     rng = np.random.default_rng(3)
     found, _, _, d_values, _ = differences = apart(rng, encoder(rng, 2, 80), scale=1e4)
-    # One weight is 1 and the others are 0: the other gradients are 0 but for rounding, so only their size is compared.
+    # One weight is 1 and the others are 0: other gradients are 0 except for rounding, so only their size is compared.
     # The gradient of the values computes scores of 1e4 again, with products in another order: they differ by 0.004.
     assert found < 1e-5 and d_values < 1e-2 and np.isfinite(differences).all()
 
@@ -225,8 +225,8 @@ def differences(number: int) -> tuple[list[float], float]:
     dtype, scale = jnp.bfloat16 if half else jnp.float32, 1e4 if loud else 1.0
     arrays = None if number // 30 % 2 else 3
     found = apart(rng, slots, width=width, rate=rate, dtype=dtype, scale=scale, arrays=arrays)
-    # Where scores are large one weight is 1: the gradients of queries, keys and table are 0 but for rounding.
-    # In bfloat16, sums of products cancel to 0.05 or so where a query sees a single key, whose gradient is 0.
+    # If scores are large, one weight is 1: gradients of queries, keys and table are 0 except for rounding.
+    # In bfloat16, sums of products cancel to about 0.05 if a query sees a single key, whose gradient is 0.
     return ([found[0], found[3]], 0.1) if loud else (found, 0.1 if half else 2e-5)
 
 
@@ -414,7 +414,7 @@ def test_the_verdict_of_a_trial_decides(trains: bool, monkeypatch: pytest.Monkey
         return "their trial failed"
 
     monkeypatch.setattr(child_trials, "refusal", refusal)
-    assert block_attention.misfit(64, trains=trains) == ""  # no GPU here
+    assert block_attention.misfit(64, trains=trains) == ""  # this machine has no GPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(block_attention, "attend_in_blocks", None)
     assert block_attention.misfit(64, trains=trains) == "their trial failed"

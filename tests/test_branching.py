@@ -191,7 +191,7 @@ def test_long_and_many_phrases_are_left_out() -> None:
     assert laid(Branching(rows=1), ["red apples", "maps"], 9) == ([0, red, apples], True, 3.0)
     assert laid(Branching(times=2), ["red apples", "maps"], 9) == ([0, maps], True, 2.0)
     assert laid(Branching(), ["red apples", "maps"], 4) == ([0, red, apples], True, 3.0)
-    # A phrase that is too long alone is cut, and its end is not learned.
+    # A single phrase that is too long is cut, and its end is not learned.
     assert laid(Branching(), ["red apples"], 2) == ([0, red], True, 1.0)
     assert laid(Branching(), [], 9) == ([0], False, 1.0)
 

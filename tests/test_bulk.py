@@ -289,7 +289,7 @@ def test_finished_shards_are_not_decoded_again(run: Run, trained: Path, said: li
     found = manifest()
     older = {"strategy" if key == "--method" else key: value for key, value in found["settings"].items()}
     assert "strategy" in older
-    Path("out/manifest.json").write_text(json.dumps({**found, "settings": older}))  # of an older release
+    Path("out/manifest.json").write_text(json.dumps({**found, "settings": older}))  # a manifest of an older release
     assert run("a.jsonl").asked == [] and manifest() == found
 
 

@@ -20,9 +20,9 @@ from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-STRANGER = 4242  # the number of a user who does not exist here
+STRANGER = 4242  # the id of a user that does not exist
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-# Compiles a program; prints what became of the cache.
+# Compiles a program; prints the state of the cache.
 CHILD = """
 import json, logging, os, sys
 import filelock, jax, jax.numpy as jnp
@@ -182,7 +182,7 @@ def test_a_conversion_is_not_written_into_a_cache_of_root(
 @pytest.mark.slow
 def test_cache_created_by_root_serves_another_user(tmp_path: Path) -> None:
     """Root builds an image; the cache is refused if it is writable for all or not readable for the user."""
-    place = Path(tempfile.mkdtemp())  # pytest's own is closed to others
+    place = Path(tempfile.mkdtemp())  # pytest's own folder is closed to others
     try:
         place.chmod(0o755)
         cache = place / "cache"

@@ -106,7 +106,7 @@ def test_writes_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch):
     assert not store.save(2, tree(2.0), config=CONFIG, wait=True)
 
     def write():
-        with contextlib.suppress(FileNotFoundError):  # the sweep may come between the two directories
+        with contextlib.suppress(FileNotFoundError):  # the cleanup may happen between the two directories
             (staging / "params").mkdir(parents=True)
 
     late = threading.Timer(0.1, write)
@@ -371,7 +371,7 @@ def test_resume_keeps_damaged_best_step_aside(config, finished, tmp_path, said):
     longer = config_lib.override(config, ["train.steps=9"])
     assert fit(longer, tmp_path / "run") == 0
     assert sum("best" in line and "renamed to corrupt-" in line for line in said) == 1
-    assert open_run(tmp_path / "run", best=True).step == 9  # the first that was evaluated since
+    assert open_run(tmp_path / "run", best=True).step == 9  # the first step that was evaluated since then
 
 
 @pytest.mark.slow

@@ -401,7 +401,7 @@ def example(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A class of the first block of Python on a page."""
     text = (Path(__file__).parent.parent / "docs" / page).read_text(encoding="utf-8")
     module = types.ModuleType(page.removesuffix(".md"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # required by dataclasses
     exec(text.split("```python\n", 1)[1].split("```", 1)[0], vars(module))
     return getattr(module, name)
 

@@ -88,7 +88,7 @@ def test_min_p_keeps_the_tokens_of_transformers(temperature, top_k, top_p, min_p
     shifted = (logits - logits.max(axis=1, keepdims=True)) / np.float32(temperature)
     weights = choice._limit(jnp.asarray(shifted.T), sampling(40, temperature, top_k, top_p, min_p=min_p))
     np.testing.assert_array_equal(np.asarray(weights > 0).T, expected)
-    if min_p == 0.5 and not top_k:  # elsewhere the other limits may leave min_p nothing to do
+    if min_p == 0.5 and not top_k:  # in other cases the other limits may leave min_p without effect
         assert expected.sum() < np.isfinite(generated(logits, temperature, top_k, top_p, 0).numpy()).sum()
 
 
@@ -256,7 +256,8 @@ def test_separator_tokens_are_always_allowed(tokenizer):
         (" ;", [3, 9, 3, 117], [3, 9, 3, 117, 9], [3, 117]),
         (" and ", [3, 9, 11], [3, 9, 11, 3, 9], [11]),
         (", and", [3, 9, 6, 11], [3, 9, 6, 11, 9], [6, 11]),
-        ("~", [3, 9, 50], [3, 9, 51, 52], [50, 51, 52]),  # made up: its end becomes one token with what follows
+        # A constructed case: its end and the next letter become one token.
+        ("~", [3, 9, 50], [3, 9, 51, 52], [50, 51, 52]),
     ],
 )
 def test_separators_as_t5_encodes_them(separator, begun, whole, expected):

@@ -97,7 +97,7 @@ def test_config_of_earlier_run_keeps_name_with_comma() -> None:
     values["data"]["targets"] = "last, first"
     config = config_lib.from_json(json.dumps(values), where="x")
     assert config.data.columns == () and config.grid.row_names == ()
-    assert config_lib.override(config, {}) == config  # as opening a run does
+    assert config_lib.override(config, {}) == config  # like opening a run
     assert targets([{"text": "x", "last, first": ["a"]}], targets=config.data.targets) == [("a",)]
 
 
@@ -169,7 +169,7 @@ def test_record_without_columns_is_refused(record: dict[str, Any], line: str) ->
         targets([{"text": "x", **record}])
 
 
-# The whole way.
+# From a table to a table.
 
 
 @pytest.fixture(scope="module", params=["pipelined", "sequential"])
@@ -215,7 +215,7 @@ def test_table_is_decoded_into_a_table(run: Path, tmp_path: Path) -> None:
     "rows, expected",
     [
         (["vendor: Acme", "date:", "amount: 7", "tags: a, b"], ["Acme", "", "7", "a, b"]),
-        (["tags: x", "vendor: y"], ["y", None, None, "x"]),  # in any order, as a sequential answer may have them
+        (["tags: x", "vendor: y"], ["y", None, None, "x"]),  # in any order, as in sequential answers
         (["vendor: a", "vendor: b", "other"], ["a", None, None, None]),
         (["vendors: a", "date : 3"], [None, "3", None, None]),
         ([], [None] * 4),

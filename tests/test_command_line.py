@@ -93,7 +93,7 @@ def test_misspelt_argument_is_refused_and_writes_nothing(
         ("tset", ("train", "dev", "test"), "test"),
         ("SEQUENTIAL", ("pipelined", "sequential"), "sequential"),
         ("seq", ("pipelined", "sequential"), "sequential"),
-        ("t", ("train", "test"), ""),  # two begin so
+        ("t", ("train", "test"), ""),  # two words begin so
         ("", ("", "a"), ""),
         (3, ("a",), ""),
         ("avx521", ("off", "amx", "avx512", "avx2"), "avx512"),
@@ -124,7 +124,7 @@ def test_system_without_required_modules_raises_one_line(module: str) -> None:
         ("win32", "AMD64", 2**63 - 1, {"fcntl", "resource"}, "native Windows.*; wsl --install sets up WSL2$"),
         ("darwin", "x86_64", 2**63 - 1, {"jax"}, "Python for a Mac with an Intel.*on Apple silicon$"),
         ("darwin", "x86_64", 2**63 - 1, set(), ""),  # built from source
-        ("darwin", "arm64", 2**63 - 1, {"jax"}, ""),  # it can be installed, as another line says
+        ("darwin", "arm64", 2**63 - 1, {"jax"}, ""),  # it can be installed; another line reports that
         ("linux", "aarch64", 2**63 - 1, {"jaxlib"}, ""),
         ("linux", "armv7l", 2**31 - 1, {"jax"}, "Python of 32 bits"),
     ],
@@ -202,7 +202,7 @@ def test_no_page_installs_an_extra_from_an_index() -> None:
     assert not [page.name for page in pages if "install 'pipejax[" in page.read_text()]
 
 
-# What happens while it works.
+# Progress and interruptions.
 
 
 @pytest.mark.parametrize("rows, columns", [(0, 0), (0, 40), (24, 0), (24, 40)])

@@ -120,7 +120,7 @@ def test_entries_take_turns_on_the_same_examples(scripted: None) -> None:
     pairs = [timed[i : i + 2] for i in range(0, len(timed), 2)]
     assert all({name for name, _ in pair} == {"one", "two"} and pair[0][1] == pair[1][1] for pair in pairs)
     assert [i for pair in pairs for i in pair[0][1]] == [str(i) for i in range(45)]
-    assert {pair[0][0] for pair in pairs} == {"one", "two"}  # neither is always the first
+    assert {pair[0][0] for pair in pairs} == {"one", "two"}  # both orders occur
     assert sum(ticks) == 2 * (45 + 3)
 
 
@@ -136,7 +136,7 @@ def test_results_are_means_and_ratios_with_paired_intervals(scripted: None) -> N
     assert (two.seconds, two.encoder_seconds) == pytest.approx((0.3, 0.1))
     assert two.speed_ratio[0] == pytest.approx(0.5 / 0.3) and two.decoder_speed_ratio[0] == pytest.approx(2)
     assert two.truncated == {"time_max": 20} and two.peak_bytes == 3 << 20
-    # F1 is 1 where an answer is right. The same quantiles, from differences and other samples:
+    # F1 is 1 if an answer is correct. The same quantiles, from differences and other samples:
     differences = 100 * (right[1].astype(float) - right[0])
     drawn = [chance.choice(differences, 60).mean() for _ in range(4000)]
     gain, low, high = two.gains["em_f1"]
@@ -254,7 +254,7 @@ def test_each_entry_reads_sources_of_its_own_template(
     settings = [
         DataConfig(test=str(file), source_template="Title: {title} Text: {text}"),
         DataConfig(test=str(file), source_template="summarize: {text}", targets="labels"),
-        DataConfig(test=str(file)),  # a converted checkpoint, without a template of its own
+        DataConfig(test=str(file)),  # a converted checkpoint without a template
     ]
 
     def opened(entries: list[Entry]) -> list[Any]:

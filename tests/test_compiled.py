@@ -18,7 +18,7 @@ def test_program_is_compiled_once_by_many_threads() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(table.find, "key", make) for _ in range(8)]
-        assert table.find("other", lambda: "another") == "another"  # is not blocked by the first
+        assert table.find("other", lambda: "another") == "another"  # the second program is not blocked by the first
         go_on.set()
         assert {one.result() for one in found} == {"number 1"}
     assert table == {"key": "number 1", "other": "another"}

@@ -57,7 +57,8 @@ def test_every_config_survives_json_and_assignments(path):
     assert override(blank, [f"{key}={written(value)}" for key, value in leaves.items()]) == config
     assert load(path, ["name=other", "name=last"]).name == "last"
     sections = {field.name for field in dataclasses.fields(Config)}
-    assert json.loads(to_json(config)).keys() == sections - {"method", "auxiliary"}  # which former versions do not know
+    # Keys that former versions do not know.
+    assert json.loads(to_json(config)).keys() == sections - {"method", "auxiliary"}
 
 
 def test_loading_leaves_no_trace(tmp_path, capfd):
@@ -95,7 +96,7 @@ def test_leaves_are_in_order_and_without_sections():
         ('data.separator=" # "', " # "),
         ("data.separator=' # '", " # "),
         ("data.separator= # ", " # "),
-        ("train.remat= dots ", "dots"),  # no text of its own
+        ("train.remat= dots ", "dots"),  # an exception without a text
         ("data.delimiter=\t", "\t"),
         ("data.separator='", "'"),
         ('data.separator="\'"', "'"),
@@ -118,7 +119,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
     assert override(CONFIG, ["grid.delay=9", "grid.delay=2"]).grid.delay == 2
     assert override(CONFIG, ["model.vocab_size=1", "model.vocab_size=70"]) == override(
         CONFIG, ["model.vocab_size=70"]
-    )  # what stands in between need not fit
+    )  # intermediate values need not be valid
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("decode.dtype=float16", "decode.dtype: found 'float16'; expected one of auto, float32, bfloat16"),
         ("data.train=\udcff.jsonl", "data.train: found '\\udcff.jsonl'; expected valid Unicode"),
         ("data.train=caf\udcc3\udca9.jsonl", "data.train: found 'caf\\udcc3\\udca9.jsonl'; expected PYTHONUTF8=1"),
-        # at odds with another key
+        # contradicts another key
         ("model.eos_token_id=64", "model.eos_token_id: found 64; expected an id below model.vocab_size = 64"),
         ("decode.beams=33", "decode.beams: found 33; expected at most half of model.vocab_size = 64"),
         ("model.relative_attention_max_distance=16", "max_distance: found 16; expected more than half of the 32"),
@@ -280,7 +281,8 @@ def test_json_may_leave_keys_out():
         ("import sys\nsys.exit('gone')\n", ":2", ": SystemExit: gone"),
         ("def f():\n    f()\nf()\n", ":2", ": RecursionError: "),
         (b"x = 1\nconfig = '\xff\xfe'\n", ":2", ": SyntaxError: "),
-        (b"\x00\x01\x02\x03", "", "Error: source code "),  # by release of Python 3.11 a ValueError or a SyntaxError
+        # A ValueError or a SyntaxError, depending on the release of Python 3.11.
+        (b"\x00\x01\x02\x03", "", "Error: source code "),
         (b"\x7fELF" + bytes(range(256)), "", "Error: "),
         (IMPORTS + "config = Config(grid=GridConfig(dealy=2))\n", ":2", "unexpected keyword argument 'dealy'"),
         (IMPORTS + "config = Config(\n    modle=None)\n", ":2", "unexpected keyword argument 'modle'"),
@@ -326,7 +328,7 @@ def test_a_syntax_error_elsewhere_names_that_file(tmp_path, monkeypatch):
 def test_absent_config_file_is_refused(tmp_path):
     assert refusal(load, tmp_path / "no.py") == f"{tmp_path / 'no.py'}: no such file; expected a config file"
     assert refusal(load, tmp_path) == f"{tmp_path}: found a directory; expected a config file"
-    with pytest.raises(KeyboardInterrupt):  # is nobody's mistake
+    with pytest.raises(KeyboardInterrupt):  # no mistake of the user
         (tmp_path / "slow.py").write_text("raise KeyboardInterrupt")
         load(tmp_path / "slow.py")
 

@@ -114,7 +114,7 @@ def expected(kind: str, facts: Facts) -> Facts:
     names = {"relu": (False, "relu"), "gated-gelu": (True, "gelu_new"), "gated-silu": (True, "silu")}
     network = bool(config.is_gated_act), config.dense_act_fn
     scaled = {"t5": lambda: bool(config.scale_decoder_outputs), "mt5": lambda: False}
-    # Of an UMT5 transformers 5 forgets the key: see its own tests.
+    # transformers 5 ignores the key for a UMT5: see the tests of UMT5.
     scales = scaled.get(kind, lambda: facts.get("tie_word_embeddings") is not False)()
     same = {key: getattr(config, key, None) for key in vars(t5_config.ARCHITECTURES["base"])}
     del same["tied_head"], same["other_eos_token_ids"]
@@ -214,9 +214,9 @@ def cases(kind: str) -> Iterator[tuple[str, list[Change]]]:
             changes |= {f"{other} beside it": {other: 2} for other in row.names}
             for what, change in changes.items():
                 places = [(way, change)]
-                if key in ("vocab_size", "rms_norm_eps", "hidden_size") and sides:  # of both sides alike
+                if key in ("vocab_size", "rms_norm_eps", "hidden_size") and sides:  # equal on both sides
                     places = [(side, change) for side in sides]
-                elif row.keys:  # both sides, as they have to fit
+                elif row.keys:  # both sides, as they must match
                     places = [
                         (way, change),
                         ((), {"decoder": change[key]} if way else dict.fromkeys(SIDES, change[key])),
@@ -439,8 +439,8 @@ def test_null_is_read_as_in_config_class() -> None:
 
 # Random models of transformers, whose config.json then lacks keys, has nulls, and spells keys as older releases do.
 
-SURE = 1e-3  # a choice by less may be another after other rounding
-MOST = 10  # tokens of an answer
+SURE = 1e-3  # with a smaller margin, other rounding may change a choice
+MOST = 10  # the number of tokens of an answer
 
 
 def draw(kind: str, rng: np.random.Generator) -> Facts:
@@ -563,11 +563,11 @@ def mutated(kind: str, facts: Facts, rng: np.random.Generator) -> Facts:
                 chance = rng.random()
                 if chance < 0.15:
                     del part[key]
-                elif chance < 0.25 and key != "pad_token_id":  # without which transformers computes no loss
+                elif chance < 0.25 and key != "pad_token_id":  # transformers needs them to compute a loss
                     part[key] = None
         try:
             expected(kind, changed)
-        except Exception:  # it has no such model
+        except Exception:  # transformers has no such model
             continue
         if changed != facts:
             return changed
@@ -631,7 +631,8 @@ def check_case(kind: str, seed: int, place: Path, *, decodes: bool) -> None:
     tokens = np.concatenate([np.full((3, 1), model.decoder_start_token_id), targets[:, :-1]], axis=1)
     with torch.no_grad():
         given = {"input_ids": torch.tensor(sources), "attention_mask": torch.tensor(real).long()}
-        given["decoder_attention_mask"] = torch.ones(tokens.shape)  # else T5Gemma hides what has the id that pads
+        # Otherwise T5Gemma masks tokens with the id of padding.
+        given["decoder_attention_mask"] = torch.ones(tokens.shape)
         wanted = torchs(**given, decoder_input_ids=torch.tensor(tokens)).logits
         loss = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), torch.tensor(targets).flatten())
         if getattr(torchs.config, "decoder_start_token_id", None) is not None or "gemma" in kind:

@@ -261,7 +261,8 @@ def test_scalar_state_cannot_be_served() -> None:
     }
     with refused("Steps.init: .clock: found int32[]; expected the batch as the first axis, for stream and serve"):
         methods.strategy_of(broken(**steps), IDS)
-    assert methods.strategy_of(broken(method={"can": frozenset({"score"})}, **steps), IDS)  # whose batches stay
+    # Batches of this method do not change.
+    assert methods.strategy_of(broken(method={"can": frozenset({"score"})}, **steps), IDS)
 
 
 @pytest.mark.parametrize("part", ["most_queries", "start", "eos", "calls", "stop", "init"])
@@ -332,7 +333,7 @@ def test_drafts_do_not_replace_the_rules_of_a_subclass(part: str) -> None:
     line = rf"^Own\.{part}: drafts follow GridStrategy\.{part} instead; expected no drafts, or an `on_grid`"
     with pytest.raises(UserError, match=line):
         decoding.drafted(own(1, 9, 3), DecodeConfig(draft="source"))
-    again = type("Again", (own,), {})  # nor the rules of its base class
+    again = type("Again", (own,), {})  # nor by the rules of its base class
     with pytest.raises(UserError, match=rf"^Again\.{part}: drafts follow"):
         decoding.drafted(again(1, 9, 3), DecodeConfig(draft="source"))
 
@@ -422,7 +423,8 @@ def test_settings_unread_by_a_method_are_logged_once(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     "name, settings, line",
     [
-        ("uneven", {"time_max": 50}, "grid.time_max: uneven decoding does not read it"),  # its default, yet asked for
+        # Its default, but requested explicitly.
+        ("uneven", {"time_max": 50}, "grid.time_max: uneven decoding does not read it"),
         ("uneven", {"draft_tokens": 2}, "decode.draft_tokens: uneven decoding does not read it"),
         ("pipelined", {"max_length": 9, "delay": 2}, "decode.max_length: pipelined decoding does not read it"),
         ("sequential", {"max_length": 9, "delay": 2}, "grid.delay: sequential decoding does not read it"),

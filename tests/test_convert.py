@@ -25,7 +25,7 @@ from pipejax.model.t5_config import T5Config
 from pipejax.system.cli import run
 from pipejax.system.errors import UserError
 
-Models = dict[str, tuple[Any, Path]]  # by kind: the model, and its directory
+Models = dict[str, tuple[Any, Path]]  # the model and its directory, by kind
 
 DIMENSIONS = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 3, "num_layers": 2}
 UNTIED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
@@ -166,7 +166,7 @@ def test_head_and_scale_equal_transformers(model_type: str, head: str, tmp_path:
         given = logits(theirs)
         assert torch.equal(logits(load(out)), given), (tied, scaled)
         assert config.tied_head == ("lm_head" not in params) == (head != "own")
-        # Without its scaling the model gives other logits, if it had any.
+        # If the model had scaling, it would give other logits without it.
         theirs.config.scale_decoder_outputs = False
         assert config.scale_head == (not torch.equal(logits(theirs), given)), (tied, scaled)
 
@@ -293,8 +293,8 @@ def test_wrapper_prefixes_of_names_are_read(wrapper: str, source: Path, capsys: 
 def test_round_trip_keeps_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = new_model(**(KINDS["byt5"] | {"vocab_size": 384}))
     directory, ours, theirs = save(model, tmp_path / "byt5-tiny"), tmp_path / "ours", tmp_path / "theirs"
-    transformers.ByT5Tokenizer().save_pretrained(directory)  # the one that needs no vocabulary; 384 ids
-    theirs.mkdir()  # empty is as good as absent
+    transformers.ByT5Tokenizer().save_pretrained(directory)  # the tokenizer that needs no vocabulary; 384 ids
+    theirs.mkdir()  # an empty value counts as absent
     sizes = [huggingface.from_hf(directory, ours)]
     config = checkpoint.open_run(ours).config
     assert (config.name, config.train.method) == ("byt5-tiny", "none")
@@ -375,7 +375,7 @@ def test_a_hub_id_is_downloaded(flax: bool, source: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     if flax:
         (source / "model.safetensors").unlink()
-        with pytest.raises(UserError, match="no weights"):  # the flax file, too, is only pretended
+        with pytest.raises(UserError, match="no weights"):  # the flax file is simulated as well
             huggingface.from_hf("somebody/some-t5", "out")
     else:
         huggingface.from_hf("somebody/some-t5", "out")

@@ -34,7 +34,7 @@ EOS = "config.json: eos_token_id:"
 SIZES = {"V": 50, "D": 16, "F": 24, "B": 32, "H": 3, "I": 12}
 DENSE = "encoder.block.1.layer.1.DenseReluDense"
 WO = f"{DENSE}.wo.weight"  # [16, 24]
-BIAS = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"  # as umT5 has it
+BIAS = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"  # as in umT5
 
 
 def random_params() -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_one_bit_of_any_file_makes_another_conversion(part: str, there: Path) ->
     os.utime(changed, ns=(1, 1))
     (there / "README.md").write_text("read by nobody")
     assert place_of(there) == before, "neither time nor other files count"
-    if changed.name in ("adapter_config.json", "model.safetensors.index.json"):  # which have to stay JSON
+    if changed.name in ("adapter_config.json", "model.safetensors.index.json"):  # these files must remain JSON
         changed.write_text(changed.read_text().replace(": ", " :"))
     else:
         flip(changed)

@@ -55,7 +55,7 @@ MORE_SETTINGS = [
     (GATED, 2, 12, 4, True, 5),
     (GATED, 3, 11, 5, False, 4),
 ]
-MODELS = 24  # random models a setting
+MODELS = 24  # random models for each setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ def test_rows_that_repeat_end_an_answer_as_in_plain_lists(delay, time_max, sub_m
             again = [row in written[:i] for i, row in enumerate(written)]
             later += any(again[i] and not all(again[i:]) for i in range(len(again)))
     assert earlier > 20 or literal or delay == 0 or sub_max == 1
-    assert later > 10 or sub_max == 1  # rows that repeat, and others after them
+    assert later > 10 or sub_max == 1  # repeated rows, and other rows after them
 
 
 def test_rows_are_compared_only_if_they_must_be_unique():

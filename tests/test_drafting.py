@@ -142,7 +142,7 @@ def test_calls_and_accepted_tokens_equal_the_wavefront(delay, time_max, sub_max,
         in_circles += expected.truncated is None and expected.all_rows[-1] != [0, 1]
     assert saved > 48
     assert in_circles > 4 or literal or not unique
-    assert in_vain > 4 or sub_max == 1 or delay == 0  # there all rows begin
+    assert in_vain > 4 or sub_max == 1 or delay == 0  # at this time all rows begin
 
 
 def test_time_continues_after_the_last_row_that_fits():
@@ -184,7 +184,7 @@ def test_trace_belongs_to_its_example_and_is_optional():
         ).all_rows
         calls = wavefront.trace(rows, lambda i, n, table=table: table[i][n : n + 3], delay=2, time_max=12, sub_max=4)
         assert list_calls(found.trace, b, int(found.calls[b])) == calls
-    # By hand: the first row's third token is guessed wrong; then all of it is right up to its eos, row 2 included.
+    # By hand: the guess for the first row's third token is wrong; then all are correct up to the eos, in row 2 too.
     assert list_calls(found.trace, 1, 2) == [
         [(0, 3, 2, [6, 6, 9]), (1, 1, 0, [7])],
         [(0, 3, 3, [6, 6, 1]), (1, 2, 2, [8, 1]), (2, 2, 2, [2, 1]), (3, 1, 1, [1])],
@@ -206,7 +206,7 @@ def test_a_trace_without_a_drafter_is_refused(name, beams):
         make(name, GridConfig(), DecodeConfig(beams=beams, trace=True), bos=0, eos=1)
 
 
-MODELS = 46  # random models a setting: more than 500 for each drafter in all of them
+MODELS = 46  # random models for each setting: more than 500 for each drafter in total
 NAMES = ((2, 3), (4,), (2, 5, 6))  # the first tokens of rows
 # delay, time_max, sub_max, literal, batch, names; without a delay decoding is sequential, and time_max is max_length
 SETTINGS = [
@@ -305,7 +305,7 @@ def test_drafted_answers_equal_undrafted_answers(setting, drafter):
         calls = plain.calls(expected)
         assert (found.calls <= calls).all()
         fewer += (calls - found.calls).sum()
-    assert fewer > 0 or drafted.rows > drafted.time_max // 2  # where time runs out, drafts save nothing
+    assert fewer > 0 or drafted.rows > drafted.time_max // 2  # if decoding ends at time_max, drafts save no calls
 
 
 def resembling(params, rng, noise):
@@ -423,7 +423,7 @@ def test_the_drafter_of_the_page():
         pytest.param("sequential", "jacobi", 7, marks=pytest.mark.long),
         pytest.param("pipelined", "model", 7, marks=pytest.mark.long),
         pytest.param("sequential", "model", 7, marks=pytest.mark.long),
-        pytest.param("pipelined", "model", 3, marks=pytest.mark.slow),  # fewer sizes to compile
+        pytest.param("pipelined", "model", 3, marks=pytest.mark.slow),  # there are fewer sizes to compile
     ],
 )
 def test_records_equal_records_without_drafts(strategy, draft, rows, tmp_path):
@@ -436,7 +436,8 @@ def test_records_equal_records_without_drafts(strategy, draft, rows, tmp_path):
     )
     params = oracle.random_params(MODEL, np.random.default_rng(5))
     rng = np.random.default_rng(6)
-    lengths = rng.integers(1, 60, 12) if rows == 7 else rng.choice([3, 14, 33, 46], 12)  # of two sizes, or of all
+    # One of two sizes, or all sizes.
+    lengths = rng.integers(1, 60, 12) if rows == 7 else rng.choice([3, 14, 33, 46], 12)
     texts = [rng.integers(2, 9, length).tolist() for length in lengths]
     plain = Generator(config, params, None)
     expected = plain.decode(texts)
@@ -568,7 +569,7 @@ def test_rejected_queries_are_hidden_from_later_queries(apart: bool) -> None:
         expected = row.copy()
         for b in range(3):
             slot = start[b if apart else 0]
-            for s in np.flatnonzero(live[b]):  # live queries are written one behind the other
+            for s in np.flatnonzero(live[b]):  # live queries are written one after the other
                 expected[b, slot] = NOWHERE if rejected[b, s] else expected[b, slot]
                 slot += 1
         before = Filled(*(jnp.asarray(x, jnp.int32) for x in (row, time)))
@@ -606,7 +607,7 @@ def test_odds_are_the_decayed_rates_after_two_tokens_of_prior_knowledge() -> Non
         trust, none = jnp.asarray([[0, 1, 0]]), jnp.zeros((1, 3), jnp.int32)
         drafted, run, counts = (jnp.asarray([x]) for x in ([3, 2, 2], [1, 2, 0], [1, 2, -1]))
         records = [draft_lengths.TrackRecord.empty(1, 2)]
-        records.append(records[0].add(trust, drafted=drafted, run=run, counts=counts))  # 1 of 2 and 2 of 2 were right
+        records.append(records[0].add(trust, drafted=drafted, run=run, counts=counts))  # 1 of 2 and 2 of 2 were correct
         records.append(records[1].add(trust, drafted=none, run=none, counts=none))
         return [record.odds((0.5, 0.25), trust)[0, :2] for record in records]
 

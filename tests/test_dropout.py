@@ -35,7 +35,7 @@ def test_every_place_is_dropped_at_the_rate(shape, rate):
     drawn = masks(8, shape, rate)
     deviation = np.sqrt(rate * (1 - rate))
     assert abs(1 - drawn.mean() - rate) < 5 * deviation / np.sqrt(drawn.size)
-    for axis in range(1, drawn.ndim):  # of each row, column, head, ... the same share
+    for axis in range(1, drawn.ndim):  # each row, column, head, ... has the same share
         means = 1 - drawn.mean(axis=axis)
         size = drawn.shape[axis]
         assert means.std() < 1.1 * deviation / np.sqrt(size) + 0.01
@@ -131,7 +131,7 @@ def test_dropout_is_independent_across_shared_hashes_and_heads():
     assert independent(pairs[..., 0, :], pairs[..., 1, :])
     for head in range(1, 6):
         assert independent(drawn[:, 0], drawn[:, head])
-    assert independent(drawn[:, 0], np.asarray(dropout.mask_of(lines, 256, 0.5)))  # of the token's features
+    assert independent(drawn[:, 0], np.asarray(dropout.mask_of(lines, 256, 0.5)))  # a share of the token's features
 
 
 def test_masks_follow_examples_into_packed_rows_and_parts():
@@ -243,7 +243,7 @@ def test_flax_dropout_masks_ignore_remat_and_differ_between_parts(tokenizer):
         loss_of(FlaxT5(DEEP, dropout=0.1, remat=remat), params, arrays) for remat in ("none", "dots", "layers")
     )
     assert others == pytest.approx([expected] * 2, rel=1e-5)
-    alike = {name: jnp.concatenate([x[:1]] * 2) for name, x in arrays.items()}  # both parts hold the same example
+    alike = {name: jnp.concatenate([x[:1]] * 2) for name, x in arrays.items()}  # both parts contain the same example
     parts = split_into_parts(alike, 2)
     compute = jax.jit(lambda batch, part: batch_loss(FlaxT5(DEEP), params, batch, jax.random.key(4), part=part)[0])
     one, two = (float(compute({k: x[i] for k, x in parts.items()}, jnp.int32(i))) for i in range(2))

@@ -35,7 +35,7 @@ def tokenizer_with(tmp_path: Path, text: str) -> Any:
 
 
 CONFIG = config.to_json(Config())
-# By place: how it is read, the text of an object that has "a" twice, and the place in the message.
+# By input: the function that reads it, the text of an object that has "a" twice, and the place in the message.
 READERS: dict[str, tuple[Any, str, str]] = {
     "a data line": (lambda p, t: list(read_records(written(p, t, "x.jsonl"))), '\n{"a": 1, "a": 2}\n', "x.jsonl:2"),
     "within a field": (

@@ -156,7 +156,7 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
         store.save(4, tree(1.0), config=CONFIG, wait=True)
 
 
-# Damage, and everything else.
+# Damage and other errors.
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_leftovers_of_kills_among_steps_are_removed(tmp_path):
     shutil.copytree(tmp_path / "1", tmp_path / "3.orbax-checkpoint-tmp")
     shutil.copytree(tmp_path / "1", tmp_path / "4.orbax-checkpoint-tmp-123")
     shutil.copytree(tmp_path / "2", tmp_path / ".replaced-2")
-    (tmp_path / "1").rename(tmp_path / ".replaced-1")  # killed just before its successor took the name
+    (tmp_path / "1").rename(tmp_path / ".replaced-1")  # killed immediately before the rename of its successor
     (tmp_path / "corrupt-0").mkdir()
     Store(tmp_path, writable=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2", "corrupt-0"]
@@ -509,9 +509,9 @@ def test_directory_is_created_completely_or_not_at_all(tmp_path):
         (partial / "half").touch()
         raise ValueError("no more")
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".out-partial-4711").mkdir()  # of a process that was killed
+    (tmp_path / ".out-partial-4711").mkdir()  # a file of a process that was killed
     with new_directory(tmp_path / "out") as first:
-        with new_directory(tmp_path / "out") as second:  # of another that is at work
+        with new_directory(tmp_path / "out") as second:  # a file of another process that runs
             (second / "b").touch()
         assert first.is_dir()
         shutil.rmtree(tmp_path / "out")
@@ -525,7 +525,7 @@ def test_best_step_counts_only_after_it_is_saved(tmp_path, monkeypatch, said):
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=2)
         best.offer(2, (5.0,), tree(2.0)["params"])
-        best.offer(3, (4.0,), tree(3.0)["params"])  # better than what is on disk, not than what waits
+        best.offer(3, (4.0,), tree(3.0)["params"])  # better than the step on disk, but not than the waiting one
         assert not best.score > (1.0,) and Store(tmp_path).steps() == [1]
         best.offer(4, (3.0,), tree(4.0)["params"])
     assert Store(tmp_path).steps() == [2] and Store(tmp_path).restore(2).items["params"]["a"][0, 0] == 2

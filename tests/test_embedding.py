@@ -100,9 +100,9 @@ def test_each_device_sums_its_own_examples():
 )
 def test_a_training_step_for_a_gpu_scatters_nothing(settings, monkeypatch):
     """The order of a scatter on a GPU varies, so two runs would differ."""
-    monkeypatch.setattr(losses, "LOGITS", 200)  # so that the loss is computed in parts
+    monkeypatch.setattr(losses, "LOGITS", 200)  # makes the loss compute in parts
     data, train = DataConfig(max_source=48, max_target=24), TrainConfig(batch_size=4, **settings)
     whole = Config(model=TINY, data=data, train=train, mesh=MeshConfig(data=1))
     traced = Trainer(whole, jax.devices()[:1]).trace(longest_batch(whole))
-    assert "scatter" in traced.lower().as_text()  # as it is called where additions come one after the other
+    assert "scatter" in traced.lower().as_text()  # the form that is used if additions are sequential
     assert "scatter" not in traced.lower(lowering_platforms=("cuda",)).as_text()

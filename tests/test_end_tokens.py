@@ -50,7 +50,7 @@ from support.tiny import FEW_WORDS, MORE_WORDS
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 SEVERAL = dataclasses.replace(FEW_WORDS, other_eos_token_ids=(5,))
-SHALLOW = dataclasses.replace(SEVERAL, num_decoder_layers=1)  # as transformers' cache likes it
+SHALLOW = dataclasses.replace(SEVERAL, num_decoder_layers=1)  # as transformers' cache requires
 GRIDS: list[Any] = [
     (1, 12, 5, False),
     (2, 9, 4, True),
@@ -120,7 +120,7 @@ def test_rows_of_random_models_equal_algorithm_1(setting: Any, unique: bool, dra
         (end, empty) for end in model.end_token_ids for empty in ((False,) if literal or not delay else (False, True))
     ]
     assert all(seen[kind] for kind in kinds), seen
-    assert in_circles or not unique  # rows that differ in their ends alone are equal
+    assert in_circles or not unique  # rows that differ only in their end tokens are equal
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_training_writes_one_end_token(objective: str, named: int) -> None:
     rows = [[3, 4, eos], [4, eos], [eos]] if objective == "pipelined" else [[3, 4, 6, 4, eos]]
     written = [flat.targets[(flat.row == i) & (flat.weights > 0)].tolist() for i in range(flat.row.max() + 1)]
     assert written == rows
-    assert {*flat.inputs.tolist()} & {1, 5, 7} <= {eos}  # and feeds it, where rows below see it
+    assert {*flat.inputs.tolist()} & {1, 5, 7} <= {eos}  # and feeds it, so that rows below see it
     assert spell(example.targets, words, Ids.of(model).ends) == [[3, 4], [], [4]]
     empty = [Example("b", "red", ("<end>", "</s> <over>"))]
     with pytest.raises(UserError, match="found skip"):
@@ -268,7 +268,7 @@ def test_eos_token_id_must_be_end_token_of_model() -> None:
     assert resolve_model(choose_end(several), Config(model=SEVERAL)) == started == choose_end(started)
     with pytest.raises(UserError, match=r"^train\.eos_token_id: found 4; expected an end token of the model, 1 or 5$"):
         choose_end(override(several, ["train.eos_token_id=4"], where="--set"))
-    assert choose_end(Config(train=TrainConfig(eos_token_id=5))).model is None  # that of a checkpoint, later
+    assert choose_end(Config(train=TrainConfig(eos_token_id=5))).model is None  # that of a checkpoint, used below
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_answers_equal_answers_decoded_alone(generator):
     for i in range(2, len(answers)):
         found[i] = list(answers[i].events())
     engine.close(drain=True, seconds=60)
-    answers[1].listen(found[1].extend)  # all of it has come
+    answers[1].listen(found[1].extend)  # the whole answer has arrived
     assert (engine.scheduler.answered, engine.scheduler.failed, engine.running, engine.waiting) == (20, 0, 0, 0)
     expected = {name: generator.decode(given, method=name, batch_size=1) for name in {*names}}
     for i, (events, name) in enumerate(zip(found, names, strict=True)):
@@ -165,7 +165,7 @@ def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
     engine = Engine(drafting, places=3, queue=99)
     sampled = [request(100 + i, ids, strategy, temperature=0.7, seed=i) for i, ids in enumerate(given[:3])]
     few = [request(200 + i, ids, strategy, max_tokens=4) for i, ids in enumerate(given[:3])]
-    # Drafts may be right up to the end in the call that generates the last token asked for.
+    # Drafts may be correct up to the end in the call that generates the last requested token.
     few += [
         request(300 + i, ids, strategy, max_tokens=max(sum(map(len, one["row_ids"])), 1))
         for i, (ids, one) in enumerate(zip(given, expected, strict=True))
@@ -263,7 +263,7 @@ def test_answers_to_a_source_that_was_just_encoded(generator):
     expected = generator.decode(given, method="sequential", batch_size=1)
     engine = Engine(generator, places=2, queue=9, encodings=2)
     counts = []
-    for turn in ([0], [0], [1], [0], [2, 0], [1]):  # of two that are kept, 2 makes 1 leave
+    for turn in ([0], [0], [1], [0], [2, 0], [1]):  # two are kept, so 2 removes 1
         answers = [engine.submit(request(i, given[i], "sequential")) for i in turn]
         for i, answer in zip(turn, answers, strict=True):
             assert_same(list(answer.events())[-1], expected[i])
@@ -325,7 +325,7 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
     engine, given = Engine(generator, places=3, queue=9), [request(i, ids) for i, ids in enumerate(texts(6))]
 
     def lanes(requests):
-        with engine.scheduler.waiting.lock:  # they come at once
+        with engine.scheduler.waiting.lock:  # the requests arrive together
             answers = [engine.submit(one) for one in requests]
         for answer in answers:
             list(answer.events())
@@ -351,7 +351,7 @@ def test_steps_before_a_pause_can_give_enough_tokens(generator):
                 grown += sum(2 * row <= taken + steps for row in range(5))
                 steps += 1
             assert grid.steps_for(tokens, taken) == steps and line.steps_for(tokens, taken) == tokens
-    assert line.steps_for(10**6, 0) == 10**6 > grid.steps_for(10**6, 0) > 10**6 // 5  # in no time
+    assert line.steps_for(10**6, 0) == 10**6 > grid.steps_for(10**6, 0) > 10**6 // 5  # without waiting
 
 
 @pytest.mark.slow
@@ -372,7 +372,7 @@ def test_answer_ends_after_max_tokens(generator):
 def test_full_queue_and_closed_engine_refuse_requests(generator):
     given = texts(6)
     engine = Engine(generator, places=1, queue=2)
-    with engine.scheduler.waiting.lock:  # the engine does not see them before all are there
+    with engine.scheduler.waiting.lock:  # the engine sees the requests only after all have arrived
         answers = [engine.submit(request(i, given[i])) for i in range(3)]
         with pytest.raises(Full):
             engine.submit(request(3, given[3]))
@@ -408,7 +408,7 @@ def test_set_switch_pauses_the_engine_after_a_step(fast):
     assert batch.advance(50, often=False)[0].steps[place] == 59
     thrower = threading.Timer(0.2, switch.throw)
     thrower.start()
-    steps = batch.advance(often=False)[0].steps[place]  # alone it would take minutes
+    steps = batch.advance(often=False)[0].steps[place]  # without the interruption it would take minutes
     assert 59 < steps < 100_000
     thrower.join()
 
@@ -471,7 +471,7 @@ def record_in(answer):
 def test_other_requests_run_while_one_waits_for_compilation(generator, other):
     """This holds for any kind of new program; answers equal decoding."""
     engine, short = Engine(generator, places=2, queue=9), [5, 6, 7, 1]
-    for _ in range(2):  # alone and beside each other
+    for _ in range(2):  # alone and together
         for answer in [engine.submit(request(0, short, log_probs=False)) for _ in range(2)]:
             record_in(answer)
     held, ids, more = Held(engine), short, {"log_probs": False}
@@ -507,7 +507,7 @@ def test_answer_that_outgrows_its_cache_restarts_in_a_larger_one(generator, monk
     assert engine.scheduler.failed == 0 and engine.scheduler.answered == len(given)
     engine.close(drain=True, seconds=60)
     sizes = {key.slots for key in engine.compiler.compiled if isinstance(key, Steps)}
-    assert len(sizes) > 1 and min(sizes) == 8  # so that some were put off
+    assert len(sizes) > 1 and min(sizes) == 8  # some requests were postponed
     for (*tokens, record), expected in zip(events, decoded, strict=True):
         assert_same(record, {**expected, "id": record["id"]})
         rows = [[event.token for event in tokens if event.row == r] for r in range(5)]
@@ -544,7 +544,7 @@ def test_request_cancelled_during_compilation_ends_at_once(generator, monkeypatc
     with pytest.raises(Closed):
         list(answers[1].events())
     assert engine.waiting == 2
-    engine.close(drain=False, seconds=0)  # which waits for no compiler
+    engine.close(drain=False, seconds=0)  # this request waits for no compilation
     for answer in (answers[0], answers[2]):
         with pytest.raises(Closed):
             list(answer.events())
@@ -560,7 +560,7 @@ def test_failed_compilation_fails_its_waiting_requests(generator, monkeypatch):
     def fail():
         raise MemoryError("too little for a program")
 
-    held.ask({key: fail for key in held.kept[0] if isinstance(key, Steps)})  # the encoder is everybody's
+    held.ask({key: fail for key in held.kept[0] if isinstance(key, Steps)})  # all requests share the encoder
     for answer in lost:
         with pytest.raises(MemoryError, match="for a program"):
             list(answer.events())
@@ -621,7 +621,7 @@ def test_compiler_takes_awaited_programs_first():
     assert compiler.prepared == 2  # the bad program is absent, so the warm-up is not reported as complete
     compiler.ask({"slow": lambda: time.sleep(0.2)})
     compiler.close()
-    compiler.close()  # as a server does whose time to drain runs out
+    compiler.close()  # like a server at the end of its time to drain
     compiler.ask({"late": lambda: done.append("late")})
     wait_until(lambda: not compiler.thread.is_alive())
     assert [key for key, _ in done[7:]] in ([], ["slow"])

@@ -114,7 +114,7 @@ def test_full_disk_does_not_affect_the_other_file(run, tmp_path, capsys):
     with pytest.raises(UserError, match=r"--json /dev/full: cannot be written \(No space left"):
         evaluation.main(flags)
     assert len(kept.read_text().splitlines()) == 3
-    assert json.loads(capsys.readouterr().out)["examples"] == 3  # it went to standard output
+    assert json.loads(capsys.readouterr().out)["examples"] == 3  # the output was standard output
     assert [path.name for path in tmp_path.iterdir()] == [kept.name]
 
 
@@ -126,7 +126,7 @@ def test_batches_change_no_score(run, tmp_path):
         evaluation.main(["--checkpoint", str(run), "--limit", "7", "--batch-size", size, "--json", str(out)])
         results.append(json.loads(out.read_text()))
     assert all(results[0][key] == result[key] for result in results for key in ("em_f1", "pm_f1", "steps", "truncated"))
-    assert [result["batch_size"] for result in results] == [1, 7]  # what was used
+    assert [result["batch_size"] for result in results] == [1, 7]  # the settings in use
     assert load(run).batch_size_for(50) == CPU_BATCH
     assert "seconds" not in results[1]["by_rows"][0]
 
@@ -276,7 +276,7 @@ def test_values_of_named_rows_are_compared_by_type(tmp_path, capsys):
     config = Config(grid=GridConfig(row_names=("price:", "maker:")), data=DataConfig(task="jsonl"))
     example = Example("a", "x", ("price: 1.50", "maker: 1.0 Ltd"))
     generator = Canned(config, ["price: 1.5", "maker: 1 Ltd"])
-    assert evaluated(generator, example)["em_f1"] == 50  # of the two the price
+    assert evaluated(generator, example)["em_f1"] == 50  # of the two columns, the price
     assert kept_scores(generator, tmp_path, capsys, example)["em_f1"] == 50
     assert evaluated(Canned(Config(data=config.data), *generator.answers), example)["em_f1"] == 0
 
@@ -293,7 +293,7 @@ def test_values_under_a_schema_are_compared_by_its_types():
     assert evaluated(generator, Example("a", "x", ("version: 1.1", "pages: three")))["em_f1"] == 50
 
 
-# Rows that no answer can be.
+# Rows that no answer can have.
 
 
 class CannedText(Canned):
@@ -343,7 +343,7 @@ def test_evaluation_reports_targets_changed_by_tokenizer(said: list[str]) -> Non
     generator: Any = Canned(config, ["baker"], tokenizer=schemas.tokenizer())
     evaluation.evaluate(generator, [Example("a", "the ~ baker", ("baker 猫",), "x.jsonl:1")])
     assert [line for line in said if "1 of 1 examples have targets that the tokenizer does not give back" in line]
-    assert not [line for line in said if "sources" in line]  # which cost no score
+    assert not [line for line in said if "sources" in line]  # they do not lower the score
 
 
 def test_metrics_report_rows_with_separator_of_a_file(tmp_path: Path, said: list[str]) -> None:

@@ -69,7 +69,7 @@ def test_repeated_rows_count_each_time() -> None:
     assert scores["em_recall"] == pytest.approx(100 * right / 3)
     assert f1(["a", "b"], ["b", "a"]) == 100  # in any order
     assert f1(["a", "a"], ["a"]) == pytest.approx(200 / 3) and f1(["a", "a"], ["a", "a"]) == 100
-    assert f1([], [""]) == f1([" "], []) == 100 and f1([], ["a"]) == 0  # a blank row is none
+    assert f1([], [""]) == f1([" "], []) == 100 and f1([], ["a"]) == 0  # a blank row does not count
 
 
 @pytest.mark.parametrize(

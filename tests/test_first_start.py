@@ -25,7 +25,7 @@ from pipejax.system.errors import UserError
 from support import oracle
 from support.tiny import IN_BLOCKS
 
-MODEL = dataclasses.replace(IN_BLOCKS, vocab_size=64)  # of sizes that the kernel takes
+MODEL = dataclasses.replace(IN_BLOCKS, vocab_size=64)  # sizes that the kernel supports
 CONFIG = Config(
     model=MODEL,
     grid=GridConfig(time_max=6, sub_max=3),

@@ -155,7 +155,7 @@ def test_a_config_is_made_by_the_former_field(tmp_path: Path) -> None:
     with refuses("method", found="objective and method"):
         made(objective="sequential", method="sequential")
     with refuses("method", found="objective and method"):
-        dataclasses.replace(former, objective="none")  # which passes the other fields by their present names
+        dataclasses.replace(former, objective="none")  # it passes the other fields by their present names
     file = tmp_path / "config.py"
     file.write_text(
         "from pipejax.config import Config, TrainConfig\nconfig = Config(train=TrainConfig(objective='sequential'))\n"

@@ -172,7 +172,7 @@ def test_drafts_streams_and_running_batches_equal_decode(model, tmp_path):
         for i, row in enumerate(last["row_ids"]):
             assert [event.token for event in events if event.row == i and not event.done] == row
         streams.append(last)
-    # Where two tokens are as likely, rounding may decide.
+    # If two tokens are equally likely, rounding may decide.
     for found in (engines, drafted, by_another, streams):
         assert sum(a["row_ids"] == b["row_ids"] for a, b in zip(found, alone, strict=True)) >= 7
     for found in (drafted, by_another):
@@ -190,7 +190,7 @@ def test_only_weights_are_rounded_if_held_in_bfloat16(model):
 
     def answers(params: Any, **decode: Any) -> list[Any]:
         config = Config(model=few, grid=GRID, decode=DecodeConfig(dtype="float32", scores=True, **decode))
-        return Generator(config, params, None, backend=None).decode(SOURCES)  # with XLA, its default, in the dtype
+        return Generator(config, params, None, backend=None).decode(SOURCES)  # with XLA, the default, in this dtype
 
     held, plain = answers(params, weights="bfloat16"), answers(unflatten_dict(rounded, sep="/"))
     assert [x["row_ids"] for x in held] == [x["row_ids"] for x in plain]

@@ -10,8 +10,8 @@ from pipejax.methods import split_rows
     [
         ("a b ; c", " ; ", ["a b", "c"]),
         ("R&amp;B ; f(x); ; Barbara Gaskin", " ; ", ["R&amp;B", "f(x);", "Barbara Gaskin"]),
-        ("a  ;   b", " ; ", ["a", "b"]),  # tokenizers are free with the number of spaces
-        ("; a ;", " ; ", ["a"]),  # and with those at the ends
+        ("a  ;   b", " ; ", ["a", "b"]),  # tokenizers may change the number of spaces
+        ("; a ;", " ; ", ["a"]),  # and the spaces at the ends
         ("a ; ; b", " ; ", ["a", "b"]),
         ("a;b ;c", ";", ["a", "b", "c"]),
         ("a\nb c", "\n", ["a", "b c"]),
@@ -19,7 +19,7 @@ from pipejax.methods import split_rows
         ("", " ; ", []),
         ("", " ", []),
         ("a # b (x|y) #1", " # ", ["a", "b (x|y) #1"]),
-        ("a || b | c", " || ", ["a", "b | c"]),  # nothing in it is a pattern
+        ("a || b | c", " || ", ["a", "b | c"]),  # the separator is no regular expression
     ],
 )
 def test_split_rows(text, separator, rows):

@@ -73,7 +73,7 @@ def theirs(place: Path, **settings: Any) -> list[list[int]]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Without any settings but ids."""
     rows = theirs(directory(tmp_path_factory.mktemp("plain") / "hf", IDS), max_new_tokens=MOST)
-    assert 0 < sum(len(row) < MOST for row in rows) < len(rows)  # some end by themselves
+    assert 0 < sum(len(row) < MOST for row in rows) < len(rows)  # some answers end with eos
     return rows
 
 
@@ -164,7 +164,7 @@ def test_differences_from_config_json_are_reported(tmp_path: Path, capsys: pytes
         "generate would fail without a start token, and not end without an eos",
         f"{file}: used as decode.max_length=29, decode.beams=2",
     ]
-    file.write_text(json.dumps(IDS | {"pad_token_id": -1}))  # which some write for none
+    file.write_text(json.dumps(IDS | {"pad_token_id": -1}))  # some files write this for "none"
     assert huggingface.read_hf(source)[0] == MODEL
     file.write_text(json.dumps(IDS | {"decoder_start_token_id": [7]}))
     assert huggingface.read_hf(source)[0].decoder_start_token_id == 7

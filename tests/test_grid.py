@@ -12,7 +12,7 @@ from support import oracle
 BOS, EOS = 0, 1
 A, B, C, D, E = 11, 12, 13, 14, 15
 
-# "A B C <sep> D E", delay 1. (row, time) of every slot that has a target, 0-based rows; F is the empty row.
+# "A B C <sep> D E", delay 1: (row, time) of every slot with a target, 0-based rows; F is the empty row.
 PLACES = {
     "bos1": (0, 0),
     "A": (0, 1),
@@ -23,13 +23,13 @@ PLACES = {
     "E": (1, 3),
     "bosF": (2, 2),
 }
-# What each sees, with the distance; nothing else is visible.
+# The visible tokens of each token, with distances.
 SEES = {
     "bos1": {"bos1": 0},
     "A": {"bos1": 1, "A": 0},
     "B": {"bos1": 2, "A": 1, "B": 0},
     "C": {"bos1": 3, "A": 2, "B": 1, "C": 0},
-    "bos2": {"bos1": 2, "A": 1, "bos2": 0},  # predicts D from exactly these
+    "bos2": {"bos1": 2, "A": 1, "bos2": 0},  # predicts D from exactly these tokens
     "D": {"bos1": 3, "A": 2, "B": 1, "bos2": 1, "D": 0},
     "E": {"bos1": 4, "A": 3, "B": 2, "C": 1, "bos2": 2, "D": 1, "E": 0},
     "bosF": {"bos1": 4, "A": 3, "B": 2, "bos2": 2, "D": 1, "bosF": 0},
@@ -80,7 +80,7 @@ def test_rows_that_start_together_have_no_empty_row():
     assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E]
     assert flat.targets.tolist() == [A, B, C, EOS, D, E, EOS]
     assert list(zip(flat.row.tolist(), flat.time.tolist(), strict=True)) == list(PLACES_TOGETHER.values())
-    flat = grid.flatten([[A], [D, E]], delay=0, bos=BOS, eos=EOS)  # E sees that the row above is over
+    flat = grid.flatten([[A], [D, E]], delay=0, bos=BOS, eos=EOS)  # E sees that the row above has ended
     assert flat.inputs.tolist() == [BOS, A, EOS, BOS, D, E]
     assert flat.weights.tolist() == [1, 1, 0, 1, 1, 1] and flat.time.tolist() == [0, 1, 2, 0, 1, 2]
 
@@ -140,7 +140,7 @@ STEPS = [
     ([1], 3, 20, 50, 4, 2),  # the empty row starts after step 3
     ([], 2, 20, 50, 1, 1),
     ([9, 9], 1, 20, 5, 5, 20),
-    ([3, 2, 5], 0, 3, 50, 6, 13),  # side by side: the longest row with its eos
+    ([3, 2, 5], 0, 3, 50, 6, 13),  # rows that start together: the longest row with its eos
     ([9, 2], 0, 2, 5, 5, 13),
     ([14] * 8, 1, 20, 50, 22, 120),
     ([4] * 5, 1, 20, 50, 9, 25),

@@ -204,7 +204,7 @@ def test_the_method_of_the_page_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs no change in pipejax."""
     text = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
     module: Any = types.ModuleType("fields")
-    monkeypatch.setitem(sys.modules, "fields", module)  # where dataclasses look
+    monkeypatch.setitem(sys.modules, "fields", module)  # required by dataclasses
     exec(text.split("Save this as `fields.py`", 1)[1].split("```python\n", 1)[1].split("```", 1)[0], vars(module))
     targets = [["red apples", "old"], ["red", "old lamps"], ["red maps", "old bread"]]
     line = check_method(module.Fields(times=10), targets=targets)

@@ -97,7 +97,7 @@ def test_allowed_origin_does_not_allow_host(engine: ScriptedEngine) -> None:
 
 def test_request_without_a_host_is_accepted(engine: ScriptedEngine) -> None:
     with running(service(engine, hosts=[])) as port:
-        assert ask(port, b"GET /health HTTP/1.0\r\n\r\n").status == 200  # no browser sends one
+        assert ask(port, b"GET /health HTTP/1.0\r\n\r\n").status == 200  # browsers do not send such requests
         assert ask(port, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n").status == 421
         two = b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"
         assert ask(port, two).status == 400

@@ -51,7 +51,8 @@ class Answers(BaseHTTPRequestHandler):
             elif name == "some/forbidden":
                 self.say(b"{}", 403)
             elif name not in ("some/t5", "some/gated"):
-                self.say(b"{}", 401, {"X-Error-Code": "RepoNotFound"})  # so it does for https and an unknown name
+                # The hub returns this for https and an unknown name.
+                self.say(b"{}", 401, {"X-Error-Code": "RepoNotFound"})
             elif revision not in {**COMMITS, **dict.fromkeys(COMMITS.values())}:
                 self.say(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
             else:
@@ -145,7 +146,7 @@ def test_refusals_recommend_a_command(name: str, asked: list[str], monkeypatch: 
     ):
         locate(name)
     monkeypatch.setattr(tokenizer, "import_transformers", lambda: NotHere)
-    if name != "some/gated":  # whose facts may be seen
+    if name != "some/gated":  # a model whose facts are public
         with pytest.raises(UserError, match=rf"^{name}: found neither .* \({REFUSED[name]}"):
             Tokenizer.load(name)
 

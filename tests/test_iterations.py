@@ -40,7 +40,7 @@ from support.schemas import generator as with_schemas
 from support.schemas import schema
 from support.tiny import MORE_WORDS
 
-WORDS = 12  # of a vocabulary
+WORDS = 12  # of the vocabulary
 NO_END = 1 << 20  # steps
 
 
@@ -80,7 +80,7 @@ def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
         allowed = Allowed((rng.random((batch, WORDS)) < 0.8) | (np.arange(WORDS) == 1))
         found = dataclasses.replace(found, rules=(*found.rules, allowed))
     if "grammar" in wished:
-        # Letters lead from state to state; the dead one is 0, and a row may end in 2 and 3.
+        # Letters change the state; state 0 is dead, and a row may end in states 2 and 3.
         moves = np.asarray([[0, 2, 3, 1], [0, 3, 1, 2], [0, 0, 2, 0]], np.int32)
         automaton = np.arange(256, dtype=np.int32) % 3, moves, np.asarray([False, False, True, True])
         table = Table.lift(automaton, [b"", b"", *(bytes([i, i // 2]) for i in range(WORDS - 2))], most=10_000)

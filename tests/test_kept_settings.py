@@ -153,7 +153,7 @@ def test_transformers_writes_the_rows(in_rows: Path) -> None:
     names = by_the_card(directory, "notes : deliver small apples things : old maps")
     assert names["answer"].rows == [record["row_ids"]] and len(record["row_ids"]) > 1
     assert names["rows"] == record["rows"]
-    known = [word for word in (record["text"] or "").split() if word != "#"]  # which this tokenizer lacks
+    known = [word for word in (record["text"] or "").split() if word != "#"]  # this tokenizer lacks the token
     assert names["text"].split() == known
     assert (names["answer"].steps, names["answer"].truncated) == ([record["steps"]], [record["truncated"]])
     ids = names["model"].generate(**names["ids"])[0, 1:].tolist()
@@ -352,7 +352,7 @@ def test_changed_weights_and_settings_are_reported(there: Path, tmp_path: Path, 
         model.shared.weight[5] += 1
     model.generation_config.max_new_tokens = 4
     model.generation_config.no_repeat_ngram_size = 3
-    model.save_pretrained(there)  # as after a training by transformers: pipejax.json stays
+    model.save_pretrained(there)  # as after a training by transformers, which keeps pipejax.json
     config, lines = followed(there, tmp_path / "out", capsys)
     assert config.train.method == "pipelined" and config.decode.max_length == 11
     assert lines[1:] == [

@@ -22,7 +22,7 @@ SUPPORT = Path(__file__).parent / "support" / "vnni"
 FLAGS = "-O1 -ffp-contract=off -fno-gnu-unique -std=c++17 -shared -fPIC -w -Wno-psabi"
 VNNI = "-D__AVX512F__ -D__AVX512VNNI__"
 Head = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-UNLIKE = 0.01, 0.06  # of the largest value: root of the mean square, and the most, of a head of random numbers
+UNLIKE = 0.01, 0.06  # relative to the largest value: root mean square and maximum for a head of random numbers
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or not shutil.which("g++"), reason="an x86's kernel, and GCC's vectors"
@@ -123,7 +123,7 @@ def test_small_powers_weigh_their_own_values(
     np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.015 * np.abs(head[2]).max())
 
 
-ROUNDING = 1 / 46  # of powers and values, by a channel's largest value, as blocks.cc derives it
+ROUNDING = 1 / 46  # the bound in blocks.cc for powers and values, relative to a channel's largest value
 PEAKED = {
     f"{count} {depth} below, {values}": [(1, 10, 20 * at), (count, 10 - depth, 20), (*far, -20 if flat else 20)]
     for depth in (2.0, 5.0, 5.6, 6.2, 7.0, 8.8, 10.0, 11.0, 11.7)
@@ -193,7 +193,8 @@ def drawn(rng: np.random.Generator) -> Head:
     n, width = int(np.exp(rng.uniform(np.log(2), np.log(600)))), int(rng.choice([16, 32, 48]))
     queries, keys, values = rng.standard_normal((3, n, width)) * np.exp(rng.uniform(-2, 2, (3, 1, width)))
     queries, bias = queries * rng.uniform(0, 1), rng.standard_normal(2 * n - 1) * rng.uniform(0, 8)
-    if rng.random() < 0.5:  # few peaks, a tail of so much less, and of every second key nothing, whose value is another
+    # A few peaks, a tail that is 4 to 12 lower, and no weight for every second offset; every second key has other values.
+    if rng.random() < 0.5:
         queries, bias = queries / 50, bias / 80 - rng.uniform(4, 12)
         bias[::2] -= 30
         bias[rng.choice(2 * n - 1, 4)] = 0

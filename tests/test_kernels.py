@@ -37,16 +37,16 @@ def level(kernel):
     return kernel
 
 
-# How many queries each example asks in a step and in the next: one column to sixty-four, of one example or of three.
+# Queries of each example in a step and in the next: one column to sixty-four, of one example or of three.
 CALLS = [((1,),), ((6,), (13,)), ((5, 0, 2), (0, 1, 4)), ((12, 11, 12), (22, 21, 21))]
 # Against exact arithmetic with the same rounded weights, by the largest magnitude. Activations keep 16 bits where the
 # processor multiplies narrow numbers, and are float32 elsewhere.
 LOGITS = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}
-# With VNNI activations become one int8 digit. A number between two steps may fall to another one than in NumPy, and all
-# that comes after it in its column feels that: so many columns may be off, and by so much.
+# With VNNI activations become one int8 digit. A number between two steps may be rounded differently from NumPy, and all
+# later numbers in its column change: this many columns may differ, and by this much.
 FALLEN, OFF = 0.1, 0.02
 # Keys and values of narrow weights have at least the precision of int8: half a step of 127. Keys less their mean may be
-# twice as large as the largest key. The rounding of activations is added. With one digit a number may fall.
+# twice as large as the largest key. The rounding of activations is added. With one digit, a number may change its step.
 KEYS = 1 / 127 + LOGITS["int8"], 0.02
 
 
@@ -69,7 +69,8 @@ class Asked:
         self.tokens = [rng.integers(0, vocabulary, n) for n in counts]
         self.visible = [np.tril(rng.random((n, n)) < 0.6) | np.eye(n, dtype=bool) for n in counts]
         self.position = [rng.integers(0, 40, n) for n in counts]
-        self.slots = sum(max(live) for live in calls) + 3  # a call writes one a place, from where its example is
+        # A call writes one token at each place, from the place of its example.
+        self.slots = sum(max(live) for live in calls) + 3
 
     def of(self, b, call):
         """Which of an example's tokens a call asks; they go to slots of these numbers."""
@@ -115,7 +116,7 @@ def check_calls(level, shape, weights, calls):
     seen = rng.standard_normal((batch, c.num_decoder_layers, 2, slots, c.num_heads * c.d_kv)).astype(np.float32)
     seen = seen.reshape(*seen.shape[:-1], c.num_heads, c.d_kv)  # [B, layers, 2, L, H, K]
     by_head = seen.transpose(1, 2, 0, 4, 3, 5)
-    if weights == "int8":  # as the kernel holds them
+    if weights == "int8":  # in the layout of the kernel
         seen = np.stack([quantised.narrow(seen[:, :, 0], 4), quantised.narrow(seen[:, :, 1], 2)], axis=2)
     seen = quantised.bfloat16(seen) if weights == "bfloat16" else seen
     seen = seen.reshape(*seen.shape[:-2], -1)
@@ -436,9 +437,9 @@ def test_shipped_kernel_needs_no_compiler_and_no_cache(kernel, kernel_cache, tmp
     monkeypatch.setattr(cpu_kernel, "LEVELS", (level,))
     monkeypatch.setattr(cpu_kernel, "SHIPPED", tmp_path)
     monkeypatch.setattr(cpu_kernel, "_tried", {})
-    monkeypatch.setenv("CXX", "/bin/false")  # the suite has no cache by itself
+    monkeypatch.setenv("CXX", "/bin/false")  # the suite has no cache by default
     shutil.copyfile(compiled, cpu_kernel.shipped(level))
-    cpu_kernel.shipped(level).chmod(0o666)  # installers keep files as open as the package's code
+    cpu_kernel.shipped(level).chmod(0o666)  # installers give files the permissions of the package's code
     assert cpu_kernel.use() == level and not said
 
 
@@ -482,7 +483,7 @@ def test_file_writable_by_others_is_recompiled(tmp_path, monkeypatch):
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(cpu_kernel, "_load", lambda library, level: True)  # loading is not what this is about
+    monkeypatch.setattr(cpu_kernel, "_load", lambda library, level: True)  # this test is not about loading
     monkeypatch.setattr(cpu_kernel, "_tried", {})
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o700)
@@ -494,7 +495,8 @@ def test_file_writable_by_others_is_recompiled(tmp_path, monkeypatch):
         os.umask(before)
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
-    assert cpu_kernel._first_compiled([*cpu_kernel.LEVELS[-1:]]) and runs.read_text() == "x\n"  # it is taken as it is
+    # The file is used unchanged.
+    assert cpu_kernel._first_compiled([*cpu_kernel.LEVELS[-1:]]) and runs.read_text() == "x\n"
     library.chmod(0o777)
     assert cpu_kernel._first_compiled([*cpu_kernel.LEVELS[-1:]]) and runs.read_text() == "x\nx\n"
     (library,) = directory.glob("*.so")

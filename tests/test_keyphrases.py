@@ -20,13 +20,13 @@ KEYS = {*BASE, *(f"{key}_mean_doc" for key in BASE)}
     "source, gold, predicted, present, absent",
     [
         # present and absent: F1@5 and F1@M of one document, by hand
-        # P@5 is out of 5 though one was predicted: P 1/5, R 1, F1 1/3
+        # P@5 divides by 5 although one was predicted: P 1/5, R 1, F1 1/3
         ("deep learning of graphs", ["deep learning"], ["deep learning"], (100 / 3, 100), (0, 0)),
-        # stems and case: "Graphs" is "graph", and so is the document's "graphs"
+        # stems and case: "Graphs" equals "graph" and the document's "graphs"
         ("deep learning of graphs", ["graph"], ["GRAPHS"], (100 / 3, 100), (0, 0)),
         # duplicates after stemming count once, among golds as among predictions
         ("graphs", ["graph", "graphs"], ["graph", "graphs", "Graph"], (100 / 3, 100), (0, 0)),
-        # words must follow one another, and be whole
+        # words must be adjacent and whole
         ("deep learning graph", ["deep graph", "ear"], ["deep graph", "ear"], (0, 0), (200 * 0.4 / 1.4, 100)),
         # nltk's Porter: "dying" is "die"; the original algorithm leaves "dy"
         ("dies", ["dying"], ["die"], (100 / 3, 100), (0, 0)),
@@ -43,15 +43,15 @@ KEYS = {*BASE, *(f"{key}_mean_doc" for key in BASE)}
         # a gold '' is absent, a predicted one is no prediction: P@M of absent stays 1
         ("graphs", ["", "graph"], ["graph", " "], (100 / 3, 100), (0, 0)),
         ("graphs", ["x"], ["x", "", " "], (0, 0), (100 / 3, 100)),
-        # none predicted, none wanted, neither
+        # no prediction, no gold phrase, neither
         ("graphs", ["graph", "vision"], [], (0, 0), (0, 0)),
         ("graphs", [], ["graph", "vision"], (0, 0), (0, 0)),
         ("graphs", [], [], (0, 0), (0, 0)),
-        # the sixth prediction is outside of @5: P 0, and inside of @M: P 1/6, R 1, F1 2/7
+        # the sixth prediction is not in @5: P 0, but in @M: P 1/6, R 1, F1 2/7
         ("a b c d e f", ["f"], ["a", "b", "c", "d", "e", "f"], (0, 200 / 7), (0, 0)),
-        # kinds are cut apart: five absent predictions before it leave the present one in its first five
+        # kinds are cut separately: after five absent predictions the present one is still in its first five
         ("f", ["f"], ["a", "b", "c", "d", "e", "f"], (100 / 3, 100), (0, 0)),
-        # however many predictions there are, all count
+        # all predictions count
         ("f", ["f"], [*["x", "."] * 100, "f"], (100 / 3, 100), (0, 0)),
         ("f", ["f", "z"], [*(f"x{i}" for i in range(300)), "z", "f"], (100 / 3, 100), (0, 200 / 302)),
     ],
@@ -62,7 +62,7 @@ def test_scores_of_one_document_equal_hand_computed_scores(
     result = score([source], [gold], [predicted])
     assert set(result) == KEYS
     assert [result[key] for key in BASE] == pytest.approx([*present, *absent])
-    for key in BASE:  # of one document both averages are the same
+    for key in BASE:  # both averages of one document are equal
         assert result[f"{key}_mean_doc"] == pytest.approx(result[key])
 
 

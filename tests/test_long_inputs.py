@@ -29,7 +29,7 @@ from support.scripted_engine import ScriptedEngine
 from support.served import connect, error, service
 
 PATH, LONG = "/v1/completions", "n" * 500_000
-SLOW = "a" * 30 + "x" * 40 + "!"  # the expression of `panicking` gives up on it
+SLOW = "a" * 30 + "x" * 40 + "!"  # the regular expression of `panicking` fails on it
 
 
 # Tables.

@@ -23,7 +23,7 @@ from support.trees import close, same_bits
 
 RANK = 2
 pytestmark = pytest.mark.usefixtures("compiled_once")
-PER_LAYER = {"encoder": 4 + 2, "decoder": 8 + 2}  # matrices of attention and of a feed-forward with relu
+PER_LAYER = {"encoder": 4 + 2, "decoder": 8 + 2}  # the matrices of attention and of a feed-forward layer with relu
 
 
 @pytest.fixture(scope="module")

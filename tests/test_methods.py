@@ -123,7 +123,8 @@ def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generato
     for text, record in zip(texts, generator.decode(texts, limit="source", temperature=3.0), strict=True):
         assert {token for row in record["row_ids"] for token in row} <= {*text}  # and never 0
     found = generator.decode([[5, 1]], limit="source")
-    assert any(len(row) < METHOD.width for row in found[0]["row_ids"]) or not found[0]["row_ids"]  # its end is allowed
+    # Its end token is allowed.
+    assert any(len(row) < METHOD.width for row in found[0]["row_ids"]) or not found[0]["row_ids"]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
     other = pipejax.load(whole, method=Staggered(rows=2, width=5))
     assert len(other.decode(["the baker smiled ."])[0]["row_ids"]) <= 2
 
-    # In bulk and as a program, by the run alone.
+    # In bulk and as a program, only with the run.
     (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
     found = workers.result_or_error(
         workers.describe, workers.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path))
@@ -467,7 +468,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That run, in a process that starts in its directory."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "brought", None)  # so that it is removed in the end
+    monkeypatch.setitem(sys.modules, "brought", None)  # so that it is removed at the end
     del sys.modules["brought"]
     monkeypatch.chdir(saved)
     return saved / "run"
@@ -492,12 +493,12 @@ def test_opening_a_run_imports_no_code(run: Path, tmp_path: Path) -> None:
 def test_named_class_takes_the_settings_of_the_run(
     run: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # as a process of a cluster
+    monkeypatch.chdir(tmp_path)  # like a process of a cluster
     described = workers.describe(workers.BulkWork(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
     assert described["settings"]["method.rows"] == 2 and not described["doubts"]
     opened = pipejax.load(run, overrides=[BROUGHT])
     assert opened.config.method.rows == 2 and opened.default_method == "brought"
-    assert str(run.parent) in sys.path  # for what the module imports later
+    assert str(run.parent) in sys.path  # for later imports of the module
     opened.decode([[5, 1]])
     assert not caplog.records
     settings = settings_of(opened, "brought", [])

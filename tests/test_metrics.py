@@ -59,12 +59,12 @@ def write(path: Path, lines: Sequence[Any]) -> Path:
 def test_metrics_command_prints_one_object(tmp_path, capfd, name, expected) -> None:
     assert command.main([name, str(write(tmp_path / "f.jsonl", DOCUMENTS))]) == 0
     printed = capfd.readouterr()
-    assert json.loads(printed.out) == expected  # to the last digit
+    assert json.loads(printed.out) == expected  # equal in every digit
     assert printed.err == ""
 
 
 def test_metrics_command_runs_as_a_process(tmp_path) -> None:
-    # Warnings are errors: a library that prints, or wants a download, when it is imported would show here.
+    # Warnings are errors: this detects libraries that print or download when they are imported.
     more: dict[str, Any] = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[1]}
     command = [sys.executable, "-W", "error", "-m", "pipejax", "metrics", "rouge"]
     done = subprocess.run([*command, write(tmp_path / "f.jsonl", DOCUMENTS)], **more)

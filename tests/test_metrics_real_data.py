@@ -32,7 +32,8 @@ def predict(source: str, gold: Sequence[str], number: int) -> list[str]:
 def scores(name: str, path: Path) -> dict[str, float]:
     """Of the predictions above."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    documents = [json.loads(line.replace(b" ; ", b" ")) for line in data.splitlines()]  # ";" parts phrases there
+    # ";" separates phrases in this data set.
+    documents = [json.loads(line.replace(b" ; ", b" ")) for line in data.splitlines()]
     sources, gold = [d["source"] for d in documents], [d["targets"] for d in documents]
     predicted = [predict(s, g, n) for n, (s, g) in enumerate(zip(sources, gold, strict=True))]
     return metrics.score(name, sources, gold, predicted)

@@ -135,12 +135,12 @@ def test_texts_changed_by_the_tokenizer_are_reported_at_the_start(tokenizer, sai
         (" , ", ("baker", "clerk , river"), "'clerk , river' comes back as 'clerk'"),
         (" ,; ", ("baker ,", "; clerk ,; river"), "'; clerk ,; river' comes back as '; clerk'"),
         (";", ("baker", "river; clerk"), "'river; clerk' comes back as 'river'"),
-        (" ; ", ("baker \uff1b clerk", "river"), "'baker ; clerk' comes back as 'baker'"),  # to the tokenizer the same
+        (" ; ", ("baker \uff1b clerk", "river"), "'baker ; clerk' comes back as 'baker'"),  # equal for the tokenizer
         (" ; ", ("baker;clerk", "river"), ""),
         (" ; ", ("baker, clerk", "river", "baker, clerk"), ""),
         (" ; ", ("</s>", "~"), ""),
         (" ; ", (), ""),
-        (" ", ("baker ; clerk", "river"), ""),  # rows need not be told apart
+        (" ", ("baker ; clerk", "river"), ""),  # rows need no separator
     ],
 )
 def test_rows_with_the_separator_are_reported_at_the_start(separator, rows, change_of, said):
@@ -298,7 +298,7 @@ def test_profile_covers_requested_steps_from_the_third(monkeypatch, tmp_path, co
     for _ in range(6):
         run.make_step()
     assert seen == expected
-    run.profile.close()  # as an error does
+    run.profile.close()  # like an error
     assert len(seen) in (0, 2)
 
 
@@ -360,7 +360,7 @@ def test_long_side_work_reports_that_it_continues(capsys, monkeypatch):
     real = threading.Event.wait
 
     def wait(self, seconds=None):
-        if seconds is None:  # of a thread that starts
+        if seconds is None:  # the time of a thread that starts
             return real(self)
         waits.append(seconds)
         return len(waits) > 2 or self.is_set()
@@ -384,7 +384,7 @@ def test_side_work_shows_its_progress(capsys, monkeypatch):
     real, asked = threading.Event.wait, 1
 
     def wait(self, seconds=None):
-        if seconds is None:  # of a thread that starts
+        if seconds is None:  # the time of a thread that starts
             return real(self)
         waits.append(seconds)
         return steps.get()
@@ -497,7 +497,7 @@ def test_mlflow_receives_log_numbers_and_resumes_its_run(tmp_path, monkeypatch):
     assert under_way == ["id 0 of run", ""] * 2
     assert [step for _, step, names in logged if "train/loss" in names] == [1, 2]
     assert {name for name, _, _ in logged} == {"id 0 of run"}
-    shutil.move(tmp_path / "run", tmp_path / "moved")  # it resumes, and a new run in its place gets another id
+    shutil.move(tmp_path / "run", tmp_path / "moved")  # the run resumes, and a new run in its place gets another id
     fit(change(CONFIG, train={"steps": 3, "mlflow": "ours"}), tmp_path / "moved")
     fit(change(CONFIG, train={"steps": 1, "mlflow": "ours"}), tmp_path / "run")
     assert under_way[4:] == ["id 0 of run", "", "id 1 of run", ""]
@@ -541,7 +541,7 @@ def test_resumed_run_keeps_its_id_and_a_new_run_gets_a_new_id(tmp_path, monkeypa
     for name in ("run", "moved"):
         assert begin_from(monkeypatch, tmp_path / name, {"run": first.run, "dropout": dropout.VERSION}).run == first.run
     place = (tmp_path / "run").absolute()
-    former = hashlib.sha256(str(place).encode()).hexdigest()[:16]  # as a former version called it
+    former = hashlib.sha256(str(place).encode()).hexdigest()[:16]  # the name in a former version
     assert begin_from(monkeypatch, place, {"dropout": dropout.VERSION}).run == former
 
 
@@ -566,7 +566,7 @@ def test_boards_are_opened_with_the_id_of_the_run(boards, tmp_path, monkeypatch)
     assert started == [
         {**new, "tags": {"pipejax": "c3"}},
         {**new, "tags": {"pipejax": "d4"}},
-        {"run_id": "r7", "run_name": None, "tags": {"pipejax": "c3"}},  # it goes on in the run that is there
+        {"run_id": "r7", "run_name": None, "tags": {"pipejax": "c3"}},  # it continues the existing run
     ]
 
 
@@ -597,7 +597,7 @@ def test_names_of_scores_are_valid_for_all_trackers(boards, name):
     scores = scores_of(name, ["x"], [["x"]], [["x"]])
     taken: list[dict[str, float]] = []
     opening(taken.append).write({"event": "evaluation", "step": 3, **scores})
-    assert len(taken[0]) == len(scores) + 1  # none falls together with another
+    assert len(taken[0]) == len(scores) + 1  # all names stay different
     assert all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(/[A-Za-z0-9_]+)*", key) for key in taken[0])
 
 
@@ -724,7 +724,7 @@ def test_best_step_of_a_lost_run_is_kept_aside(tmp_path, said):
     for path in (tmp_path / "run/checkpoints").iterdir():
         shutil.rmtree(path)
     (tmp_path / "run/tokenizer/tokenizer.json").write_text("of another")
-    other = change(CONFIG, model={"dropout_rate": 0.25})  # which no compiled program knows
+    other = change(CONFIG, model={"dropout_rate": 0.25})  # compiled programs do not depend on it
     assert fit(other, tmp_path / "run") == 0
     assert any("renamed to best-before" in line for line in said)
     assert checkpoint.open_run(tmp_path / "run", best=True).config.model.dropout_rate == 0.25

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 SIZES = T5Config(
     vocab_size=48, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=2, dropout_rate=0.0
 )
-NAMES = ("small red", "old", "the baker sang")  # in words of the embedded task's tokenizer
+NAMES = ("small red", "old", "the baker sang")  # the names are words of the embedded task's tokenizer
 EOS = 1
 
 
@@ -169,7 +169,7 @@ def test_row_names_of_the_grid_begin_every_answer(named, tokenizer, delay):
         assert record["calls"] == counted(expected, prefixes, made.config.grid) < expected.calls
         assert all(row.startswith(name) for row, name in zip(record["rows"], NAMES, strict=True))
         assert record["truncated"] == expected.truncated
-    own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # a record knows better
+    own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # the record has the actual value
     (record,) = made.decode([own])
     assert len(record["rows"]) == 1 and record["rows"][0].startswith("new")
     sequential = made.decode(TEXTS[:1], method="sequential")  # it has no rows
@@ -203,7 +203,7 @@ def test_streams_and_engine_generate_named_rows(named):
         rows = [[e.token for e in events if isinstance(e, RowEvent) and e.row == r and not e.done] for r in range(3)]
         told = [[e.token for e in tokens if e.row == r] for r in range(3)]
         assert rows == told == expected[i]["row_ids"] == record["row_ids"] == served["row_ids"]
-        assert [e.row for e in tokens[:6]] == [0, 1, 2, 0, 1, 2]  # side by side
+        assert [e.row for e in tokens[:6]] == [0, 1, 2, 0, 1, 2]  # at the same times
         for found in (record, served):
             assert found["steps"] > found["calls"] == expected[i]["calls"]
             assert found["steps"] == expected[i]["steps"] and found["truncated"] == expected[i]["truncated"]
@@ -298,12 +298,12 @@ def test_target_has_the_names_at_equal_times(tokenizer):
     rows = [tokenizer.encode(row) for row in ROWS]
     for i, row in enumerate(rows):
         here = (flat.row == i) & (flat.weights > 0)
-        name = len(tokenizer.encode(NAMES[i]))  # it is fed, and nobody has to write it
+        name = len(tokenizer.encode(NAMES[i]))  # the name is fed, and not generated
         assert flat.targets[here].tolist() == [*row, EOS][name:]
         assert flat.time[here].tolist() == list(range(name, len(row) + 1))
         assert flat.inputs[flat.row == i][: len(row) + 1].tolist() == [0, *row]
-    assert set(flat.row.tolist()) == {0, 1, 2}  # no empty one
-    just_enough = change(TRAINED, data={"max_target": sum(map(len, rows)) + 3})  # an eos each
+    assert set(flat.row.tolist()) == {0, 1, 2}  # no empty row
+    just_enough = change(TRAINED, data={"max_target": sum(map(len, rows)) + 3})  # one eos for each row
     assert not encode_example(Example("1", "the clerk slept .", ROWS), tokenizer, just_enough, MODEL).target_was_cut
 
 

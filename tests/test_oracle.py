@@ -61,7 +61,7 @@ def test_figure_2_step_by_step(stop: str) -> None:
 
 
 def test_a_row_that_starts_after_all_others_ended() -> None:
-    # times: A 1, eos 2 | B 4, C 5, eos 6 | the empty row's eos 7. Nothing is open at step 3.
+    # times: A 1, eos 2 | B 4, C 5, eos 6 | the empty row's eos 7. No row is open at step 3.
     result = scripted([[A], [B, C]], delay=3)
     assert result.rows == [[A], [B, C]]
     assert (result.steps, result.calls, result.truncated) == (7, 6, None)
@@ -78,42 +78,42 @@ def test_a_row_that_starts_after_all_others_ended() -> None:
         (FIGURE_2, {"time_max": 2}, [[A, B], [D]], 2, "time_max"),
         (FIGURE_2, {"time_max": 2, "sub_max": 1}, [[A, B]], 2, "time_max"),
         (FIGURE_2, {"time_max": 4}, FIGURE_2, 4, None),
-        # sub_max rows and no empty one among them; then with room for the empty one.
+        # sub_max rows without an empty row; then with a place for the empty row.
         (FIGURE_2, {"sub_max": 2}, FIGURE_2, 4, "sub_max"),
         (FIGURE_2, {"sub_max": 2, "stop": "literal"}, FIGURE_2, 4, "sub_max"),
         (FIGURE_2, {"sub_max": 1}, [[A, B, C]], 4, "sub_max"),
         (FIGURE_2, {"sub_max": 3}, FIGURE_2, 4, None),
         ([[A]], {"sub_max": 1, "delay": 5}, [[A]], 2, "sub_max"),
-        # The second row would start at step 6, after time_max: time passes, and the lost rows are unknown.
+        # The second row would start at step 6, after time_max: time runs out, and the number of lost rows is unknown.
         ([[A]], {"delay": 5, "time_max": 4}, [[A]], 4, "time_max"),
         ([[A]], {"delay": 5, "time_max": 4, "stop": "literal"}, [[A]], 2, None),
         ([[A]], {"delay": 5, "time_max": 6}, [[A]], 6, None),
         # No row at all.
         ([], {}, [], 1, None),
         ([], {"sub_max": 1, "time_max": 1}, [], 1, None),
-        # Rows after an empty one, and the empty one itself, in the literal mode only.
+        # Only the literal mode has rows after an empty row, and the empty row itself.
         ([[A, B, C], [], [D]], {}, [[A, B, C]], 4, None),
         ([[A, B, C], [], [D]], {"stop": "literal"}, [[A, B, C], [D]], 4, None),
         ([[A, B, C], [], [D]], {"stop": "literal", "sub_max": 3}, [[A, B, C], [D]], 4, None),
-        # The literal rule never ends while each step starts a row that does not end at once.
+        # The literal rule never ends if each step starts a row that does not end immediately.
         ([[A]] * 9, {"stop": "literal", "time_max": 3}, [[A], [A], [A]], 3, "time_max"),
-        # Unique rows: one that repeats is left out, and the answer goes on.
+        # Unique rows: a repeated row is left out, and the answer continues.
         ([[A], [A], [B], [A], [C]], {"unique": True}, [[A], [B], [C]], 6, None),
         ([[A, B], [A], [A, B, C]], {"unique": True}, [[A, B], [A], [A, B, C]], 6, None),
-        # Two on end: the second of them ends at step 4, when four rows have started, and at step 8, when three have.
+        # Two repeated rows in succession: the second ends at step 4 after four rows started, and at step 8 after three.
         ([[A]] * 3 + [[B], [C]], {"unique": True}, [[A], [B]], 5, None),
         ([[A]] * 9, {"unique": True}, [[A]], 5, None),
         ([[A]] * 9, {"unique": True, "delay": 3}, [[A]], 8, None),
         ([[A], [B]] * 9, {"unique": True, "delay": 2}, [[A], [B]], 8, None),
-        # The upper of the two ends last, at step 6: both C that have begun by then end at 6 and 7.
+        # The upper of the two ends last, at step 6: the two rows C that have begun by then end at 6 and 7.
         ([[A], [B, B, B], [B, B, B], [A], *[[C]] * 9], {"unique": True}, [[A], [B, B, B], [C]], 7, None),
-        # Which bound cuts off, and which ends: at sub_max two on end are the end, one is not.
+        # Bounds that truncate, and ends: at sub_max two repeated rows in succession are an end, one is not.
         ([[A]] * 3, {"unique": True, "sub_max": 3}, [[A]], 4, None),
         ([[A]] * 3, {"unique": True, "sub_max": 2}, [[A]], 3, "sub_max"),
         ([[A]] * 9, {"unique": True, "time_max": 4}, [[A]], 4, "time_max"),
         ([[A, B]] * 9, {"unique": True, "time_max": 3}, [[A, B], [A]], 3, "time_max"),
         ([[A]] * 9, {"unique": True, "delay": 3, "time_max": 7}, [[A]], 7, "time_max"),
-        # The literal rule goes on starting rows; at a delay of 0 all have begun.
+        # The literal rule continues to start rows; with a delay of 0 all have begun.
         ([[A]] * 9, {"unique": True, "stop": "literal", "sub_max": 9}, [[A]], 10, "sub_max"),
         ([[A]] * 9, {"unique": True, "delay": 0, "sub_max": 4}, [[A]], 2, None),
         # bos is an ordinary id inside a row.
@@ -275,7 +275,7 @@ def test_buckets_equal_torch(buckets: int, max_distance: int) -> None:
     import torch
     from transformers.models.t5.modeling_t5 import T5Attention
 
-    relative = torch.arange(-300, 301)  # key less query
+    relative = torch.arange(-300, 301)  # key minus query
     torch_bucket: Any = T5Attention._relative_position_bucket
     both = torch_bucket(relative, True, buckets, max_distance)
     assert both.tolist() == [oracle.encoder_bucket(0, int(r), buckets, max_distance) for r in relative]

@@ -97,7 +97,7 @@ def test_invalid_line_is_refused(content, name, settings, words, tmp_path):
     assert all(word in message for word in words), message
 
 
-# Files as people have them.
+# Files with usual irregularities.
 
 CELLS = {"rows": "delimiter", "delimiter": "|", "source_template": "{title}: {text}", "targets": "tags"}
 TWO = [Example("2", "Ice: It; \nthaws", ("a", "b")), Example("4", "Fire: burns", ())]  # by their first lines
@@ -203,7 +203,7 @@ def test_some_records_may_have_empty_fields(tmp_path):
     )
     numbered = '{"text1": "a", "text3": "x", "tags": []}\n{"text2": "b", "tags": []}'
     found = read(tmp_path, numbered, **settings | {"source_template": "{text1}{text2}"})
-    assert [e.source for e in found] == ["a", "b"]  # nobody misspells a number
+    assert [e.source for e in found] == ["a", "b"]  # numbers are no misspelt names
 
 
 BAD = [
@@ -287,7 +287,7 @@ def test_ragged_rows_are_skipped_and_open_quotes_are_not(tmp_path, said):
     assert found == [("2", "a"), ("8", "f"), ("10", "g")]
     for words in ("3: found 1 columns", "4: found 3", "5: not CSV", "6: found 3 columns in lines 6 to 7", "9: "):
         assert sum(f"a.csv:{words}" in line for line in said) == 1
-    # A byte that is no UTF-8 within that quote is the smaller fault: after it no row is found.
+    # A byte that is no UTF-8 in this quote is not the reported error: no row is found after it.
     for rest in (b"c,z\n", b"c\xe9,z\nd,z\n"):
         message = refusal(tmp_path, b'source,targets\na,x\n"b,y\n' + rest, "a.csv", **settings)
         assert "a.csv:3: not CSV (a quote is never closed)" in message
@@ -336,8 +336,8 @@ def test_quotes_are_text_in_a_tsv(name, quotes, stray, pack, tmp_path, said):
         (["r14", '"Yes', "x"], ["r1990", 'no"', "x"]),
         (['"r14', "x", "y"], ["r1990", "x", 'no"']),  # fewer columns than are expected
         (["r14", "x", '"y'], ["r1990", "x", 'y"']),
-        (["r14", '"Yes', "x"], ["r1990", 'he said "no" to', "x"]),  # that is no CSV at all
-        (["r14", '"Yes', "x"], ["r1990", 'é"', "x"]),  # and that is no UTF-8
+        (["r14", '"Yes', "x"], ["r1990", 'he said "no" to', "x"]),  # a line that is no CSV
+        (["r14", '"Yes', "x"], ["r1990", 'é"', "x"]),  # and a line that is no UTF-8
     ],
 )
 def test_rows_that_are_lost_in_a_quote_are_refused(first, last, between, tmp_path):
@@ -380,10 +380,10 @@ def test_multi_line_cells_with_delimiters_are_reported(tmp_path, said):
     read(tmp_path, 'id,source,targets\na,"no\ncomma","x\ny"\n', "b.csv", **TARGETS)
     assert not said
     longer = 'id,source,targets\n1.0,"no\ncomma\nat\nall",x\n2.0,"a, b\nc, d",x\n3.0,"a, b\nc, d",x\n'
-    read(tmp_path, longer, "c.csv", **TARGETS)  # the first row is told for its id
+    read(tmp_path, longer, "c.csv", **TARGETS)  # the first row is reported for its id
     assert said[-1].endswith("c.csv: 2 rows have a cell that contains line ends, the longest in lines 8 to 9")
     said.clear()
-    # A comma in each line, as many as a row of two columns has, but with a space after it.
+    # One comma in each line, as in a row of two columns, but with a space after it.
     prose = 'source,targets\n"Yes, it\ndid, no",x\nb,"Yes\nNo, no"\n'
     assert [e.source for e in read(tmp_path, prose, "e.csv", **TARGETS)] == ["Yes, it\ndid, no", "b"]
     settings = {"rows": "delimiter", "targets": "source"}
@@ -469,7 +469,7 @@ def test_quoted_cells_in_a_tsv_are_reported(tmp_path, said):
         check(Config(data=DataConfig(csv_quotes="on")), where="here")
 
 
-# Ids that a missing one made floats.
+# Ids that a missing id turned into floats.
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -488,7 +488,7 @@ def test_integral_floats_become_integer_ids(name, tmp_path):
     path.write_text("".join(json.dumps({"source": f"s{i}", "targets": [], **x}) + "\n" for i, x in enumerate(twice)))
     with pytest.raises(UserError, match=r"c\.jsonl:6: \"id\": found '5' again; it was used in line 5"):
         make_task(DataConfig(train=str(path))).examples("train")
-    later = [{"id": 3.0}, {"id": 4.0}, {}, {}]  # the line's number is another's id already
+    later = [{"id": 3.0}, {"id": 4.0}, {}, {}]  # the line's number is already the id of another record
     path = tmp_path / "b.jsonl"
     path.write_text("".join(json.dumps({"source": f"s{i}", "targets": [], **x}) + "\n" for i, x in enumerate(later)))
     found = [e.id for e in make_task(DataConfig(train=str(path))).examples("train")]
@@ -503,7 +503,7 @@ def test_integral_floats_become_integer_ids(name, tmp_path):
         (decimal.Decimal("12345678901234567890"), 12345678901234567890),
         (decimal.Decimal("3.00"), 3),
         (np.int64(2**60), 2**60),
-        ("1.0", "1.0"),  # text is text
+        ("1.0", "1.0"),  # texts are not changed
         (float("nan"), "5"),
     ],
     ids=repr,
@@ -533,7 +533,7 @@ def test_table_id_ending_in_0_is_reported(tmp_path, said):
     assert not said
 
 
-# Answers that are none.
+# Empty answers.
 
 
 def test_examples_without_an_answer(tmp_path, tokenizer, said):
@@ -621,7 +621,7 @@ def test_texts_are_read_as_sentencepiece_reads_them():
     rule = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc", **plainly)
     known = [code for code in (*range(1, 0xD800), *range(0xE000, 0x11000)) if unicodedata.category(chr(code)) != "Cn"]
     other = [code for code in known if rule.normalize(f"a{chr(code)}b") != normalized(f"a{chr(code)}b")]
-    assert [*map(hex, other)] == ["0x85", "0x344", "0xff5e"]  # a line's end, a sign that is two, and a wide tilde
+    assert [*map(hex, other)] == ["0x85", "0x344", "0xff5e"]  # a line end, a sign of two characters, and a wide tilde
 
 
 @pytest.mark.parametrize(
@@ -752,7 +752,7 @@ def test_keyphrases_in_order_of_appearance():
         given = {phrase: phrases.index(phrase) for phrase in ordered}
         absent = [given[phrase] for phrase in ordered[len(present) :]]
         assert absent == sorted(absent)
-        for a, b in itertools.pairwise(present):  # those of one place as given
+        for a, b in itertools.pairwise(present):  # templates for one place are given
             assert places(a)[0] < places(b)[0] or given[a] < given[b]
 
 

@@ -20,7 +20,7 @@ from pipejax.registry import COMMANDS
 from support import oracle, tiny
 
 ROOT = Path(__file__).parents[1]
-# What no library of the core imports either, so that it can be taken away.
+# Modules that no library of the core imports, so that they can be removed.
 ABSENT = (
     "tensorflow_datasets",
     "importlib_resources",
@@ -49,7 +49,7 @@ def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypa
     trained = tmp_path / "run"
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
     checkpoint.save_params(trained, tiny.RUN, params, tokenizer_source=tokenizer_files)
-    monkeypatch.setenv("PIPEJAX_NATIVE", "off")  # spares the test a C++ compiler's time
+    monkeypatch.setenv("PIPEJAX_NATIVE", "off")  # avoids a compilation of C++
     texts = [demo.examples("test")[i].source for i in range(2)]
     expected = pipejax.load(trained).decode(texts, method="pipelined")
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"source": text}) + "\n" for text in texts))

@@ -22,7 +22,7 @@ from support.paper_configs import CONFIGS, EXPERIMENTS, experiment, settings_of
 from support.published_files import CASES, lay
 
 OF_T5_BASE = [experiment for experiment in EXPERIMENTS if "base" in experiment]
-# Table 1 of the paper, in thousands, to tell by what the steps are counted.
+# Table 1 of the paper, in thousands, from which the steps follow.
 TRAIN_THOUSANDS = {"msqa": 4.6, "kp20k": 509, "kptimes": 259, "wikihowqa": 129, "cnn_dailymail": 287, "pubmed": 120}
 MODEL = T5Config(vocab_size=384, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, num_decoder_layers=1)
 
@@ -31,7 +31,8 @@ MODEL = T5Config(vocab_size=384, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_lay
 def tiny(tmp_path_factory):
     """A converted checkpoint of a tiny model, and the data directory of all published tasks."""
     root = tmp_path_factory.mktemp("tiny")
-    import_transformers().ByT5Tokenizer().save_pretrained(str(root / "tokenizer"))  # bytes: it needs no vocabulary
+    # A tokenizer of bytes, which needs no vocabulary.
+    import_transformers().ByT5Tokenizer().save_pretrained(str(root / "tokenizer"))
     config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(method="none"))
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     checkpoint.save_params(root / "checkpoint", config, params, tokenizer_source=root / "tokenizer")
@@ -52,7 +53,7 @@ def test_configs_have_the_settings_of_the_paper(task, size, objective):
     assert 9.9 < epochs < 10.1 and train.steps // 10 == train.evaluate_every
     if published.metric != "rouge_score":
         assert (config.grid.time_max, config.grid.sub_max) == (50, 20)
-    # Where the data's statistics are counted under the bounds of the published set, they are those of training.
+    # If statistics are counted under the bounds of the published set, they equal those of training.
     bounds = config.grid, config.data.max_target, config.data.separator, config.decode.max_length
     assert bounds == (published.grid, published.max_target, published.separator, published.max_length)
 
@@ -64,7 +65,7 @@ def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
     """The estimate is `plan`'s, for the longest targets, packed as in training, and for all targets."""
     packed = [p.max_target for p in PUBLISHED.values() if p.max_target <= 512]
     assert PUBLISHED[task].max_target == {"cnn_dailymail": max(packed), "pubmed": 1024}[task]
-    # Of 24 GB some belongs to the driver, and some is lost in pieces.
+    # The driver uses a part of the 24 GB, and fragmentation loses a part.
     flags = ["--model", size, "--devices", str(devices), "--memory", "20", "--json"]
     flags += [flag for setting in settings_of(task, size, "pipelined") for flag in ("--set", setting)]
     command = [sys.executable, "-m", "pipejax", "plan", "--config", str(CONFIGS / f"{task}.py"), *flags]
@@ -82,7 +83,7 @@ def test_dry_run(task, size, objective, tiny, compiled_once, tmp_path):
         "train.init_from": tiny / "checkpoint",
         "data.data_dir": tiny / "data",
         "data.max_source": 16,
-        "data.max_target": 5,  # three in a sequence: all batches have one shape, and one program does for all
+        "data.max_target": 5,  # three in a sequence: all batches have one shape and share one program
         "train.length_group": 1,
         "train.evaluate_examples": 1,
         "grid.time_max": 8,
@@ -90,7 +91,7 @@ def test_dry_run(task, size, objective, tiny, compiled_once, tmp_path):
         "decode.max_length": 8,
         "mesh.data": 1,
     }
-    # Only so that all share their compiled steps.
+    # All configs share their compiled steps.
     shared = ("steps", "warmup_steps", "evaluate_every", "checkpoint_every")
     settings |= {f"train.{key}": 2 for key in shared} | {"train.weight_decay": 0.01, "train.pack": 3}
     config = experiment(task, size, objective, [f"{key}={value}" for key, value in settings.items()])

@@ -61,7 +61,7 @@ COMMANDS = {
     "picture": ["picture", "{}/records.jsonl", "--output", "{}/out/grid.svg", "--checkpoint", "{}/run"],
 }
 COMPILING = ("evaluate", "probe", "export", "convert quantize", "decode a model of Hugging Face's")
-MADE = {  # below `out`; of what is not named here nothing
+MADE = {  # files below `out`; other files must not exist
     "decode": ["d.jsonl"],
     "decode a model of Hugging Face's": ["f.jsonl"],
     "evaluate": ["predictions.jsonl", "scores.json"],

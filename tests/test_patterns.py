@@ -31,10 +31,10 @@ PATTERNS = [
         "^a{0}b{2}$",
         "^a{2,}",
     ),
-    # Repeated repeats, some of which leave counts out.
+    # Nested repetitions, some without counts.
     *("^(a{0,2}){1,3}$", "^(a{1,2}){2}$", "^((a?)*b+){2,}$", "^(a{2,3}){0,2}$", "^((a+)?){2,3}$", "^(a{2}){1,3}b?$"),
     *("^(a{2,})*$", "^(a{3}){1,}", "^(a+){2}b$", "^((a{0,2}b?){0,2}){0,2}$"),
-    # So many of what may be empty.
+    # Repetitions of expressions that may be empty.
     *("^(a?b?){2}$", "^(a*|bb){3}$", "^(a?b*){2,3}c?$"),
 ]
 
@@ -100,7 +100,7 @@ def test_whole_numbers(low: int, high: int) -> None:
 
 
 EVERY = [*range(0x780), *range(0x1670, 0x1690), *range(0x1FF0, 0x2070), 0x3000, *range(0xFEF0, 0xFF20), 0x1D7CE]
-ECMA = {  # as the standard lists them
+ECMA = {  # as listed in the standard
     "d": {*map(ord, "0123456789")},
     "w": {*map(ord, "0123456789_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")},
     "s": {9, 10, 11, 12, 13, 32, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0xFEFF},
@@ -119,7 +119,7 @@ def test_character_classes_follow_ecma_and_python(letter: str) -> None:
         wanted = (within, without, without, within, within or char == "x", without and char != "x")
         for i, expected in enumerate(wanted):
             assert accepts(automaton, char.encode(), i) == expected, (forms[i], code)
-    if letter == "s":  # a mark of byte order is white space by one of them, a separator of files by the other
+    if letter == "s":  # a byte order mark is white space in one of them, a file separator in the other
         assert all(not accepts(automaton, char.encode(), i) for char in "\ufeff\x1c\x1f" for i in (0, 1))
 
 
@@ -253,7 +253,8 @@ def test_texts_of_all_paths_through_the_automaton_are_valid(name: str) -> None:
         state, text = automaton.starts[0], b""
         while distance[state] or rng.random() < 0.7:
             after = automaton.moves[automaton.kinds, state]
-            ways = np.flatnonzero(distance[after] < (distance[state] if len(text) > 30 else FAR))  # the shortest home
+            # The shortest way to an accepting state.
+            ways = np.flatnonzero(distance[after] < (distance[state] if len(text) > 30 else FAR))
             if not len(ways):
                 break
             plain = ways[ways < 0x7F]
@@ -311,14 +312,15 @@ def test_table_of_tokens_equals_the_automaton_of_bytes(monkeypatch: pytest.Monke
             for byte in token:
                 expected = int(automaton.moves[automaton.kinds[byte], expected])
             assert table.moves[table.kinds[i], state] == expected
-    # How far it is, breadth first.
+    # The distance to the end, by breadth-first search.
     for start in range(states):
         reached, steps = {start}, 0
         while not any(automaton.accepts[state] for state in reached) and steps < 20:
             reached |= {int(table.moves[kind, state]) for kind in table.kinds for state in reached}
             steps += 1
         assert table.distance[start] == (steps if steps < 20 else FAR)
-    assert (table.distance[states:] == FAR).all() and table.distance[automaton.starts[2]] == FAR  # no token has a d
+    # No token contains "d".
+    assert (table.distance[states:] == FAR).all() and table.distance[automaton.starts[2]] == FAR
     with pytest.raises(TableTooLarge, match="more than 10 entries in its table"):
         Table.lift(automaton[1:], tokens, most=10)
     monkeypatch.setattr("pipejax.apps.schemas.grammar.WORK", 0)

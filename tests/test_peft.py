@@ -28,8 +28,8 @@ from support import in_transformers
 from support.in_transformers import VISION, config_facts, varied
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # PEFT asks for it
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # of bases without a name, and of tied heads
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # required by PEFT
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # warnings about bases without a name, and about tied heads
 ]
 
 SIZES: dict[str, Any] = {
@@ -119,9 +119,9 @@ def original(kind: str) -> Any:
         facts["encoder"] |= {"vision_config": VISION, "mm_tokens_per_image": 4}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model.facts()["model_type"], **facts)
-    more = {"attn_implementation": "eager"} if kind == "t5gemma" else {}  # the only one with soft caps
+    more = {"attn_implementation": "eager"} if kind == "t5gemma" else {}  # the only implementation with soft caps
     torchs = transformers.AutoModelForSeq2SeqLM.from_config(config, **more).eval()
-    if not model.tied_head:  # else it is the table
+    if not model.tied_head:  # otherwise the head is the table
         torchs.lm_head.weight = torch.nn.Parameter(torch.empty_like(torchs.lm_head.weight))
     state = in_transformers.tensors(model, params_of(kind))
     found = torchs.load_state_dict({model.module_name(name): x for name, x in state.items()}, strict=False)
@@ -285,7 +285,7 @@ def test_logits_equal_torch(kind: str, tmp_path: Any) -> None:
 def test_adapter_directories_round_trip(kind: str, tmp_path: Any) -> None:
     """PEFT's directory becomes a run, and this run a directory that transformers loads, with the base's files."""
     if kind == "t5gemma2":
-        of_transformers(kind).save_pretrained(tmp_path / "base")  # with its image encoder, which would be a large one
+        of_transformers(kind).save_pretrained(tmp_path / "base")  # with its image encoder, which is small here
     else:
         write_hf(BACKBONES[kind], params_of(kind), tmp_path / "base", None)
     torchs = adapted(kind, {"target_modules": "all-linear"})

@@ -74,10 +74,11 @@ def test_picture_of_figure_2_has_the_papers_times() -> None:
     [
         ([], {"delay": 1}, 1, 0, [1]),
         ([["a"]], {"delay": 3}, 4, 1, [2, 4]),
-        ([["a"] * 2, ["b"] * 3], {"delay": 0}, 4, 1, [3, 4]),  # side by side, and no empty row
+        ([["a"] * 2, ["b"] * 3], {"delay": 0}, 4, 1, [3, 4]),  # rows start together, without an empty row
         ([["a"] * 5, ["b"]], {"delay": 2, "truncated": "sub_max"}, 6, 1, [6, 4]),  # nothing after the second row
-        ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is cut
-        ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),  # both are, and no row 3 began
+        ([["a"] * 4, ["b"]], {"delay": 1, "truncated": "time_max"}, 4, 2, [3, 3]),  # the first row is truncated
+        # Both rows are truncated, and row 3 did not begin.
+        ([["a"] * 4, ["b"]], {"delay": 3, "truncated": "time_max"}, 4, 1, [0]),
         ([["a"]], {"delay": 5, "truncated": "time_max", "steps": 5}, 5, 0, [2]),  # row 2 would start at 5
         ([["a"] * 4, ["b"]], {"delay": 4, "steps": 6}, 6, 1, [5, 6]),  # the literal stop, before the empty row
     ],
@@ -128,7 +129,7 @@ def test_svg_places_cells_by_time_and_row() -> None:
 
 def test_widths_of_letters_are_estimated() -> None:
     assert text_width("i") < text_width("a") < text_width("A") < text_width("m") < text_width("漢")
-    assert text_width("e\u0301") == text_width("e")  # an accent of its own takes no room
+    assert text_width("e\u0301") == text_width("e")  # a combining accent has no width
 
 
 @pytest.mark.parametrize("rows, steps", [(20, 50), (1, 1), (1, 120), (40, 3)])
@@ -228,8 +229,8 @@ def test_html_holds_the_source_and_marks_its_rows() -> None:
     rows = [["red", "apples"], ["pears"], ["plums"], ["red", "apples"]]
     page = Page(html(fill(rows, delay=1), source=source))
     assert page.source == source
-    # Done with its eos: row 1 at step 3, row 2 at 1 + 2, row 4 at 3 + 3. The sauce is no "red apples"; the
-    # fourth row finds the second ones, although row 2 stands behind them.
+    # Rows end with eos: row 1 at step 3, row 2 at 1 + 2, row 4 at 3 + 3. The sauce is no "red apples"; the
+    # fourth row matches the second "red apples", although row 2 is after them.
     assert page.marks == [("3", "red apples"), ("6", "red apples"), ("3", "pears")]
     assert page.items == ["red apples", "pears", "plums", "red apples"]
     assert Page(html(fill(rows, delay=1))).source == ""
@@ -246,7 +247,8 @@ def test_html_rows_have_the_height_of_grid_rows() -> None:
 
 
 RECORD = {"id": "x", "text": "a b ; c", "rows": ["a b", "c"], "row_ids": [[5, 6], [7]], "steps": 3, "truncated": None}
-ONE_ROW = {"id": "x", "text": "a", "rows": ["a"], "row_ids": [[5]], "steps": 2, "truncated": None}  # of any method
+# A record of any method.
+ONE_ROW = {"id": "x", "text": "a", "rows": ["a"], "row_ids": [[5]], "steps": 2, "truncated": None}
 
 
 def draw(tmp_path: Path, record: dict[str, Any] | str, *flags: str, output: str = "x.svg") -> str:
@@ -334,7 +336,7 @@ LINE: dict[str, Any] = {"id": "x", "text": None, "rows": None}
         ([2, 3, 1], 10, (), [0, 3, 6, 9], "drawn at Δt = 3"),
         ([2, 3, 1], 13, (), [0, 4, 8, 12], "drawn at Δt = 4"),
         ([2, 2, 2], 5, (), [0, 1, 2, 3], "drawn at Δt = 1"),
-        ([3, 2, 3], 4, (), [0, 0, 0], "drawn at Δt = 0"),  # rows with names, side by side
+        ([3, 2, 3], 4, (), [0, 0, 0], "drawn at Δt = 0"),  # named rows that start together
         ([8, 1, 2], 9, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2; --delay or --checkpoint decides"),
         ([8, 1, 1], 10, (), [0, 3, 6, 9], "drawn at Δt = 3"),
         ([9, 1, 1], 10, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2, 3; --delay or --checkpoint decides"),
@@ -367,7 +369,7 @@ def test_delay_of_an_answer_is_among_the_possible_delays(tmp_path: Path) -> None
         begun = [i * delay for i in range(len(found.all_rows))]
         assert starts(drawn) == begun
         told += starts(draw(tmp_path, record)) == begun
-    assert told > 25  # also of those that are drawn without the checkpoint
+    assert told > 25  # also for records that are drawn without the checkpoint
 
 
 @pytest.mark.parametrize(
@@ -383,11 +385,11 @@ def test_delay_of_an_answer_is_among_the_possible_delays(tmp_path: Path) -> None
             (1,),
             True,
             "pass --sub-max or --checkpoint to decide whether the empty row was there",
-        ),  # not its own
+        ),  # not the record's own checkpoint
         ("time_max", (), True, "pass --sub-max or --checkpoint to decide whether the empty row was there"),
         ("sub_max", (), False, ""),
         ("sub_max", (3,), False, ""),
-        (None, (2,), True, ""),  # of other settings: an answer that is whole has one
+        (None, (2,), True, ""),  # the delays of other settings: a complete answer has one delay
     ],
 )
 def test_no_empty_row_after_the_last_allowed_row(
@@ -492,7 +494,8 @@ def test_names_of_rows_are_shortened_and_escaped() -> None:
         (RECORD | {"steps": 9}, ("--delay", "1"), r"expected 3 for these rows at --delay 1 \(they fit --delay 4\)$"),
         (RECORD | {"steps": 10**18}, (), "steps: found 1000000000000000000; expected 3"),
         (RECORD | {"steps": 1, "truncated": "time_max"}, (), "steps: found 1; expected 2 for these rows"),
-        (RECORD | {"truncated": "time_max"}, ("--delay", "1"), "found 3; expected 2 for these rows"),  # none is cut
+        # No row is truncated.
+        (RECORD | {"truncated": "time_max"}, ("--delay", "1"), "found 3; expected 2 for these rows"),
         (RECORD | {"truncated": "max_tokens"}, (), "truncated: found max_tokens"),
         (RECORD | {"steps": "3"}, (), "steps: found '3'; expected a whole number"),
         (RECORD | {"truncated": "max_length"}, (), "expected null, sub_max or time_max"),
@@ -524,8 +527,8 @@ def test_command_refuses_absent_files(tmp_path: Path) -> None:
         main([str(tmp_path / "none.jsonl"), "--output", "x.svg"])
 
 
-# Drafts, call by call. "A B C" and "D E" at Δt = 1: "A" is drafted and right and "x" wrong, row 1 ends in drafts
-# while row 3 is asked in vain, and then row 2 and the empty row end.
+# Drafts, call by call. "A B C" and "D E" at Δt = 1: the draft "A" is correct and "x" wrong, row 1 ends in drafts
+# while a query for row 3 is rejected, and then row 2 and the empty row end.
 CALLS = [[[0, 2, 1, [5, 9]]], [[0, 2, 2, [7, 1]], [1, 1, 0, []], [2, 0, 0, [4]]], [[1, 2, 1, [9]], [2, 1, 1, [1]]]]
 TRACED: dict[str, Any] = {"id": "x", "text": "A B C ; D E", "rows": ["A B C", "D E"], "row_ids": [[5, 6, 7], [8, 9]]}
 TRACED |= {"steps": 4, "calls": 3, "truncated": None, "trace": CALLS}
@@ -574,7 +577,7 @@ def test_page_shows_results_of_drafts(tmp_path: Path) -> None:
         (1, "own", 3, "eos"),
         (2, "accepted", 3, "✓ eos"),
     ]
-    # A column is a time-step: A 1; B, the E in its place and D 2; C, E, the y and the empty row's eos 3.
+    # A column is a time-step: A is at 1; B, the E in its place and D at 2; C, E, the y and the empty row's eos at 3.
     across = sorted({place for *_, place, _ in found})
     assert [across.index(place) + 1 for *_, place, _ in found] == [1, 2, 2, 3, 4, 2, 3, 3, 4, 3]
     section = section_of(page)
@@ -598,7 +601,7 @@ def test_page_distinguishes_wrong_drafts_from_early_drafts(tmp_path: Path) -> No
     """A rejected draft is visible until another draft takes its place."""
     calls = [
         [[0, 1, 0, []]],
-        [[0, 1, 0, [9]], [1, 1, 0, [8, 4]]],  # row 2's D is right, but row 1's E is not
+        [[0, 1, 0, [9]], [1, 1, 0, [8, 4]]],  # row 2's D is correct, but row 1's E is not
         [[0, 1, 0, []], [1, 1, 0, [9]], [2, 1, 0, []]],
         [[0, 1, 0, []], [1, 1, 0, []]],
     ]
@@ -676,7 +679,7 @@ def traced(call: int, entry: Any) -> dict[str, Any]:
         (traced(1, [2, 0, 0, [4]]), "expected a row number from 0 to 1"),
         (traced(0, [0, 2, 3, [5, 6]]), "of the 4 remaining tokens of row_ids"),
         (traced(0, [0, 3, 1, [5, 9]]), "of the 4 remaining tokens of row_ids"),
-        (traced(0, [0, 1, 1, [5, 9]]), "of the 4 remaining tokens of row_ids"),  # no token of the model's
+        (traced(0, [0, 1, 1, [5, 9]]), "of the 4 remaining tokens of row_ids"),  # no token of the model
         (traced(1, [0, 3, 2, [7, 1]]), "of the 2 remaining tokens of row_ids"),
         (traced(0, [0, 2, 1, [9, 9]]), "expected accepted drafts that are in row_ids"),
         (traced(2, [1, 1, 0, [9]]), "trace: found 2 tokens of row 1; expected 3, as in row_ids"),

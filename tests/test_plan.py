@@ -83,7 +83,7 @@ def test_attention_in_blocks_grows_with_the_length(remat):
     for name, size in terms(4096, True).items():
         assert terms(8192, True)[name] <= 2 * size, name
         assert not name.startswith(("kept", "one ", "encoded")) or terms(8192, True)[name] == 2 * size, name
-    assert ("gradient" in terms(4096, True)) == (remat == "none")  # elsewhere a layer at work needs more
+    assert ("gradient" in terms(4096, True)) == (remat == "none")  # on other devices a layer needs more
     named = "position biases and their gradient"
     assert terms(8192, False)[named] > 3 * terms(4096, False)[named] and named not in terms(4096, True)
     assert sum(terms(4096, False).values()) > 3 * sum(terms(4096, True).values())
@@ -263,7 +263,7 @@ def test_run_keeps_its_choice_of_rematerialisation(monkeypatch):
     assert begun_with(monkeypatch, given) == "dots"
     for before in ("none", "dots", "layers"):
         assert begun_with(monkeypatch, given, with_remat(given, before)) == before
-    own = dataclasses.replace(given, method={"class": "elsewhere:Own", "rows": [1]})  # as a run's file says it
+    own = dataclasses.replace(given, method={"class": "elsewhere:Own", "rows": [1]})  # as in the file of a run
     assert begun_with(monkeypatch, own, with_remat(own, "dots")) == "dots"
     with pytest.raises(UserError, match=r"train\.remat: 'layers' -> 'none'; expected no change on resume"):
         begun_with(monkeypatch, with_remat(given, "none"), with_remat(given, "layers"))

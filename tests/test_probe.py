@@ -39,7 +39,7 @@ BOS, EOS, SEPARATOR, WORDS = 0, 1, 2, 9
 ALL = [*map(Condition, (WHOLE, 4, 2, 1, 0, HIDDEN)), *(Condition(WHOLE, row) for row in range(3))]
 
 
-# A model that is known: a token is twice as likely for each time that it is among those that are seen.
+# A known model: each occurrence of a token among the visible tokens doubles its probability.
 
 
 class Counting:
@@ -173,7 +173,7 @@ def test_hidden_tokens_do_not_change_likelihoods(deep: tuple[Any, Any]) -> None:
     assert (np.abs(a[0] - b[0])[row > 0] > 1e-3).any()
 
 
-# Which row a slot is of.
+# The row of each slot.
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_hidden_tokens_do_not_change_likelihoods(deep: tuple[Any, Any]) -> None:
         (" ; ", ["old lamps", "bread", "new red coins"], "0 0 0 1 1 2 2 2 2"),
         (" ; ", ["bread"], "0 0"),
         (" ; ", [], "0"),
-        (" ", ["old lamps .", "bread .", "coins"], "0 0 0 1 1 2 2"),  # nothing parts them: the last has the eos
+        (" ", ["old lamps .", "bread .", "coins"], "0 0 0 1 1 2 2"),  # without a separator the last row has the eos
         (" . ; ", ["old lamps", "bread"], "0 0 0 0 1 1"),
     ],
 )
@@ -214,7 +214,7 @@ def test_averages_equal_hand_computed_averages() -> None:
     hidden = found["conditions"]["hidden"]
     assert (found["examples"], found["tokens"]) == (2, 9) and found["nll"]["whole"] == pytest.approx(11 / 9, abs=1e-6)
     assert hidden["cost"] == pytest.approx(4 / 9, abs=1e-6)
-    # Of a ratio: residuals 4 - 7 r and 0 - 2 r with r = 4/9.
+    # The interval of a ratio: residuals 4 - 7 r and 0 - 2 r with r = 4/9.
     residuals = (4 - 28 / 9) ** 2 + (8 / 9) ** 2
     assert hidden["error"] == pytest.approx(math.sqrt(2 * residuals) / 9, abs=1e-6)
     assert [hidden["rows"][row]["cost"] for row in "12"] == [0, pytest.approx(4 / 6, abs=1e-6)]
@@ -270,7 +270,7 @@ def test_chance_level_uses_frequencies_or_the_vocabulary() -> None:
     assert summary.chance_of([7] * 1000, 50) == pytest.approx(-math.log(999 / 1000))
     assert summary.chance_of([5, 6, 7], 50) == pytest.approx(min(-math.log(2 / 4 / 48), math.log(50)))
     assert summary.chance_of([5], 50) == pytest.approx(math.log(50))
-    seen, new = 2 / (3 + 2), 1 / (3 + 1) / 49  # 3 of a kind among four, and one alone
+    seen, new = 2 / (3 + 2), 1 / (3 + 1) / 49  # 3 equal tokens among four, and a single token
     assert summary.chance_of([5, 5, 5, 6], 50) == pytest.approx(-(3 * math.log(seen) + math.log(new)) / 4)
     rng = np.random.default_rng(0)
     even = rng.integers(0, 50, 20_000).tolist()
@@ -396,7 +396,7 @@ def test_interrupted_probe_resumes(run: Path, tmp_path: Path, monkeypatch: pytes
     lines = tmp_path / "out" / "examples.jsonl"
     assert lines.read_text().count("\n") == 12 and not (tmp_path / "out" / "probe.json").exists()
     with lines.open("a") as file:
-        file.write('{"id": "e12", "nll"')  # as a kill leaves it
+        file.write('{"id": "e12", "nll"')  # as after a kill
     with pytest.raises(UserError, match=r"--resume: .*found answers to another --input"):
         probe(run, tmp_path / "out", "--resume", "--limit", "20")
     calls[:] = [0] * 10
@@ -444,7 +444,7 @@ def test_weights_learn_to_do_without_first(
         probe(run, tmp_path / "out", *few, *fast, "--resume")
     assert len(calls) == 12 + 12
     with pytest.raises(TypeError):
-        probe(run, tmp_path / "out", *few, "--resume")  # at another rate: from the beginning
+        probe(run, tmp_path / "out", *few, "--resume")  # with another rate it starts from the beginning
     assert len(calls) == 24 + 20
     monkeypatch.undo()
     monkeypatch.setattr(adaptation, "padded", None)

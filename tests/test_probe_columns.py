@@ -30,7 +30,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The drafter of the page, as a reader saves it."""
     text = (Path(__file__).parents[1] / "docs" / "drafting.md").read_text(encoding="utf-8")
     module = types.ModuleType("ahead")
-    monkeypatch.setitem(sys.modules, "ahead", module)  # where dataclasses look
+    monkeypatch.setitem(sys.modules, "ahead", module)  # required by dataclasses
     exec(text.split("as `ahead.py`", 1)[1].split("```python\n", 1)[1].split("```", 1)[0], vars(module))
     return module
 

@@ -78,7 +78,7 @@ def test_jax_detects_cloud_tpu_processes(joined, monkeypatch):
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
     assert distributed.join_processes(environment={}) and joined == [(None, None, None, None)]
     assert not distributed.join_processes(environment={}, alone=True) and len(joined) == 1
-    metadata["worker-network-endpoints"] = "10.0.0.1"  # a machine of its own
+    metadata["worker-network-endpoints"] = "10.0.0.1"  # a separate machine
     assert not distributed.join_processes(environment={}) and len(joined) == 1
     metadata.clear()
     with pytest.raises(UserError, match=r"Cloud TPU machine: found no usable answer .*; --alone"):
@@ -135,7 +135,7 @@ def free_port():
 
 def start(config, workdir, count, *settings, second=()):
     port = free_port()
-    # One device a process, and few threads: the machine may have two cores.
+    # One device for each process, and few threads, since the machine may have two cores.
     environment = {**os.environ, "NPROC": "2", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     several = [f"--coordinator=127.0.0.1:{port}", f"--processes={count}", "--heartbeat=10"] if count > 1 else []
     flags = [*(f"--set={setting}" for setting in settings), *several]
@@ -164,14 +164,14 @@ def test_two_processes_equal_one_and_end_together(config, tmp_path):
     """A signal to one of them ends both at the same step; the resumed pair ends like one process."""
     settings = ("decode.batch_size=1", "train.evaluate_examples=0", "train.evaluate_every=6")
     alone, workdir = tmp_path / "alone", tmp_path / "run"
-    assert fit(load(config, ["train.steps=8", "mesh.data=1", *settings]), alone) == 0  # this process is one, too
+    assert fit(load(config, ["train.steps=8", "mesh.data=1", *settings]), alone) == 0  # this process counts as one, too
     started = start(config, workdir, 2, "train.steps=100000", *settings)
     wait_for_step(workdir, 6, started)
     started[1].send_signal(signal.SIGTERM)
     codes, said = end(started)
     assert codes == [143, 143] and all(line == [] for line in said[1:]), "only the first process speaks"
     steps = runs.committed(workdir)
-    # The log had step 6: its evaluation was under way, or about to be.
+    # The log had step 6: its evaluation was running or about to start.
     assert f"at step {steps[-1]};" in said[0][-1] and runs.steps_made(workdir) == steps[-1] == 6
     assert not of(workdir, "evaluation")
     assert end(start(config, workdir, 2, "train.steps=8", *settings))[0] == [0, 0]
@@ -244,7 +244,7 @@ def test_exchange_deletes_read_values_and_ends_with_its_members():
         for i in range(2)
     ]  # fmt: skip
     (out, err), (_, other) = (process.communicate(timeout=200) for process in started)
-    # The last call of both, the one that waited, and the end of the other.
+    # The last call of both processes, the waiting call, and the end of the other process.
     keys = [f"pipejax/exchange/0/{key}" for key in ("3/0", "3/1", "4/0", "4/1")]
     assert out.splitlines() == [str(keys)], err
     assert started[1].returncode == 0, other

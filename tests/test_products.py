@@ -39,7 +39,7 @@ BACKBONES = {
     "t5gemma2": T5Gemma2Config(SIDE, SIDE, 50, 2, 2),
     "umt5": UMT5Config(50, 16, 8, 32, 2, 2, 2, feed_forward="gated-gelu", tied_head=False, scale_head=False),
 }
-# By the largest number, as in test_kernels: of two digits or float32; and of one digit.
+# Relative to the largest number, as in test_kernels: for two digits or float32, and for one digit.
 NEAR, OFF = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}, 0.02
 GEMMAS = "t5gemma", "untied", "t5gemma2"
 SOURCES = [[7, 3, 9, 4, 5, 1], [8, 1], [6, 6, 2, 1]]
@@ -114,12 +114,12 @@ def test_highest_logit_is_found_by_bounds(kind, cap, kernel):
         if kind == "no numbers":
             continue
         assert (found >= whole).all() and found.shape == (count, len(rows))
-        if kind == "random" and cap != 4:  # which bends most of these
+        if kind == "random" and cap != 4:  # the cap changes most of these
             np.testing.assert_array_equal(chosen, (x.astype(np.float64) @ rows.T.astype(np.float64)).argmax(axis=1))
             assert 0 < (found == whole).mean() < 0.5
 
 
-SIZES = {  # what rows and hidden states of random numbers are multiplied with; and how every third row is
+SIZES = {  # factors of random rows and hidden states, and the change of every third row
     "tiny rows": (1e-18, 1.0, None),
     "tiny rows and hidden states": (1e-12, 1e-13, None),
     "denormal rows": (1e-40, 1.0, None),
@@ -172,7 +172,7 @@ def test_bounds_hold_for_numbers_of_any_size(name, sign, by_bounds_and_by_produc
     np.testing.assert_array_equal(found, wanted)
     assert (np.isnan(whole) | (bounds >= whole)).all()
     exact = x.astype(np.float64) @ rows.T.astype(np.float64)
-    if np.isfinite(whole).all() and "denormal" not in name:  # where a processor may take them for zeros
+    if np.isfinite(whole).all() and "denormal" not in name:  # numbers that a processor may treat as zeros
         most, chosen = exact.max(axis=1), np.take_along_axis(exact, found[:, None], 1)[:, 0]
         assert (chosen >= most - 1e-5 * np.abs(most) - 1e-36).all()
 
@@ -184,7 +184,7 @@ def test_bounds_hold_for_tables_of_rows_of_all_sizes(seed, by_bounds_and_by_prod
         rows, x = (rng.standard_normal(shape) for shape in ((1003, 64), (4, 64)))
         rows *= 10 ** rng.uniform(*sorted(rng.uniform(-46, 38, 2)), (1003, 1))
         x *= 10 ** rng.uniform(-46, 37, (4, 1))
-        rows[rng.choice(1003, 50)] = rows[rng.choice(1003, 50)]  # the lowest number of equals
+        rows[rng.choice(1003, 50)] = rows[rng.choice(1003, 50)]  # the lowest index of equal logits
         with np.errstate(all="ignore"):
             given = rows.astype(np.float32), x.astype(np.float32)
         (found, wanted), (bounds, whole) = by_bounds_and_by_products(*given)
@@ -201,7 +201,7 @@ def test_bounds_include_rounding_errors_tightly(by_bounds_and_by_products):
     rows, x = np.ones((64, 256), np.float32), np.full(256, 2.0**-17 * (1 - 2.0**-18), np.float32)
     rows[:, 0], x[0] = 127, 130 / 127
     rows *= np.float32(1 + 2.0**-16)
-    rows[40] *= 2  # in another panel: the bounds of the other rows are not products, then
+    rows[40] *= 2  # in another panel, so that the bounds of the other rows are not products
     _, (bounds, whole) = by_bounds_and_by_products(rows, x[None])
     rough = np.float32(127) * x[0] * np.float32(1 + 2.0**-16)
     assert whole[0, 0] <= bounds[0, 0] and whole[0, 0] > rough + 0.9 * (bounds[0, 0] - rough)

@@ -350,12 +350,12 @@ def test_statistics_of_tokens(capsys):
     assert found["tokens"]["sequential_steps"]["most"] == max(sequential)
     of_sources = sorted(len(e.source.split()) + 1 for e in examples)
     assert found["tokens"]["source"]["median"] == of_sources[len(examples) // 2]
-    # Written beside one another, six steps and four rows at the most.
+    # On the grid, with at most six steps and four rows.
     written = [[row[: max(6 - i, 0)] for i, row in enumerate(range(m) for m in rows[:4])] for rows in lengths]
     kept = sum(len(row) for rows in written for row in rows)
     assert 0 < kept < sum(map(sum, lengths))
     assert found["kept_percent"] == pytest.approx(100 * kept / sum(map(sum, lengths)))
-    ends = [[i + m + 1 for i, m in enumerate([*rows, 0][:4])] for rows in lengths]  # the empty row is one of them
+    ends = [[i + m + 1 for i, m in enumerate([*rows, 0][:4])] for rows in lengths]  # the empty row counts
     bounded = [min(max(times), 6) for times in ends]
     assert found["bounded_ratio"] == pytest.approx(sum(sequential) / sum(bounded))
     assert found["kept_ratio"] == pytest.approx((kept + sum(map(len, written))) / sum(bounded))
@@ -387,7 +387,7 @@ def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_f
     assert found["words_per_target"] == (5 + 0 + 1 + 0) / 4
     config, tokenizer = Config(data=DataConfig(train=str(tmp_path / "own.jsonl"))), Tokenizer.load(tokenizer_files)
     kept = [encode_example(e, tokenizer, config, MODEL).target for e in make_task(config.data).examples("train")]
-    steps = [int(target.time.max()) + 1 for target in kept]  # the last query of each
+    steps = [int(target.time.max()) + 1 for target in kept]  # the last query of each row
     assert steps == [6, 1, 2, 1] and found["tokens"]["pipelined_steps"]["most"] == max(steps)
     assert found["changed_percent"] == {"sources": 25, "targets": 50, "joined": 0}
     place = f"{tmp_path / 'own.jsonl'}:1"
@@ -450,7 +450,7 @@ def test_refused_commands(flags, words, tmp_path, capsys):
     assert last.startswith("error: ") and all(word.format(tmp=tmp_path) in last for word in words), last
 
 
-# Real data: Table 1 of the paper, on the parts that are at hand.
+# Real data: Table 1 of the paper, for the available parts.
 
 
 def of_table_1(examples):
@@ -497,7 +497,7 @@ def test_real_kptimes_is_read(real_data, tmp_path):
     shutil.copy(originals / "train_sample.jsonl", manual / "train.jsonl")
     released = prepared("kptimes", manual, tmp_path / "b").examples("train")
     assert len(released) == 10
-    same = {e.source: e.targets for e in task.examples("train")}  # the sample is of the same articles
+    same = {e.source: e.targets for e in task.examples("train")}  # the sample has the same articles
     assert same[released[1].source] == released[1].targets
 
 

@@ -82,7 +82,7 @@ def test_a_call_lays_out_no_weights_and_compiles_nothing_that_does_not_change(
     t5.warm_up([64], batch_sizes=(2,), temperature=0.5, scores=True)
     known = dict(t5.programs._compiled)
     monkeypatch.setattr(programs.Programs, "set_params", None)
-    monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
+    monkeypatch.setattr(programs, "decode_batch", None)  # any further compilation fails
     monkeypatch.setattr(programs, "encode_batch", None)
     ids = [[5] * 50, [6] * 64]
     drawn = [t5.decode(ids, temperature=x, seed=seed, scores=True) for x, seed in ((0.5, 0), (9.0, 0), (9.0, 1))]
@@ -211,7 +211,7 @@ def test_refused_overrides(run: Path, overrides: Any, place: str, texts: list[st
     assert "--set" not in str(refused.value)
 
 
-# What there is.
+# Public names.
 
 
 def test_dir_and_repr_show_the_public_names(run: Path, t5: pipejax.Generator) -> None:
@@ -365,7 +365,7 @@ def test_training_on_a_table_equals_training_on_its_file(
     tmp_path: Path, trained: tuple[dict[str, Any], list[Any]], kind: str
 ) -> None:
     found, expected = trained
-    dev = [demo.examples("train")[24 + i] for i in range(3)]  # examples, whose ids are none of the scores' business
+    dev = [demo.examples("train")[24 + i] for i in range(3)]  # examples, whose ids do not affect scores
     done = pipejax.fit(found["config"], tmp_path / "run", train=TABLES[kind](records(24)), dev=dev)
     assert fingerprints(done) == expected
 

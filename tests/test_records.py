@@ -51,7 +51,7 @@ ROOT = Path(__file__).parents[1]
 PARAMS = oracle.random_params(MODEL, np.random.default_rng(314))  # varied, and far from ties
 GRID = GridConfig(delay=1, time_max=12, sub_max=4)
 KEYS = ["id", "text", "rows", "row_ids", "steps", "calls", "truncated", "method"]
-# Notes of 1 to 15 and of 25 to 30 words, in no order: two compiled shapes. SHORT ones share one.
+# Notes of 1 to 15 and of 25 to 30 words, in random order, have two compiled shapes. SHORT notes share one.
 NOTES = [demo.examples("test")[i].source.split() for i in range(20)]
 TEXTS = [" ".join(note[: 25 + i % 6 if i % 3 == 1 else 1 + i * 7 % 15]) for i, note in enumerate(NOTES)]
 SHORT = [text for text in TEXTS if len(text.split()) < 16]
@@ -366,7 +366,7 @@ def test_python_gives_the_same_records(checkpoints, decoded, tokenizer, monkeypa
         expected, _ = decoded([{"source": text} for text in texts], *flags, model="pipelined")
         expected = [record | {"id": i} for i, record in enumerate(expected)]
         assert generator.decode(texts, method=strategy) == expected
-        monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
+        monkeypatch.setattr(programs, "decode_batch", None)  # any further compilation fails
         assert generator.decode(iter(texts), method=strategy, batch_size=8) == expected
         ids = [np.asarray([*tokenizer.encode(text), 1]) for text in texts]
         assert generator.decode(ids, method=strategy) == expected
@@ -395,7 +395,7 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     opened = []
     monkeypatch.setattr(compile_cache, "use_cache", lambda: opened.append(1))
     generator = load(checkpoints / "pipelined")
-    assert opened  # the cache on disk, as the commands have it
+    assert opened  # the cache on disk, as in the commands
     for count in range(1, 9):
         assert len(generator.decode([SHORT[0]] * count)) == count
     batches = {key[2][1] for key in generator.programs._compiled}
@@ -403,12 +403,12 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     fresh = load(checkpoints / "pipelined")
     took = fresh.warm_up([16, 40], batch_sizes=(1, 2))
     assert took.shapes == len(fresh.programs._compiled) > 4
-    monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
+    monkeypatch.setattr(programs, "decode_batch", None)  # any further compilation fails
     monkeypatch.setattr(programs, "encode_batch", None)
     assert fresh.decode([[5] * 16, [6] * 10]) and fresh.decode([[5] * 40])
     asked = []
     monkeypatch.setattr(fresh.programs, "warm_up", lambda chosen, *, options, **shape: asked.append(shape))
-    report = fresh.warm_up([10**6], batch_sizes=(500,))  # as `decode` cuts them, and takes so many at a time on a CPU
+    report = fresh.warm_up([10**6], batch_sizes=(500,))  # as `decode` splits them, with its batch size on a CPU
     assert asked == [{"batch_size": 8, "length": fresh.config.data.max_source, "report": report, "adapter": None}]
 
 
@@ -491,7 +491,7 @@ def test_resume_continues_after_the_last_whole_record(checkpoints, decoded, tmp_
         assert target.read_bytes() == whole and not resume.exists()
         assert f"{len(SHORT) - stop} examples" in err
     (tmp_path / "new.jsonl").unlink(missing_ok=True)
-    run(*flags[:-1], tmp_path / "new.jsonl", "--resume")  # nothing is there to go on with: from the start
+    run(*flags[:-1], tmp_path / "new.jsonl", "--resume")  # there is nothing to resume: it starts from the beginning
     assert (tmp_path / "new.jsonl").read_bytes() == whole
 
 
@@ -506,7 +506,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     lines = target.read_bytes().splitlines(keepends=True)
     checked = list(records.read_sources(generator, records.read_records(source), "sequential"))
     settings = resume.settings_of(generator, "sequential", checked)
-    assert settings["decode.dtype"] == "float32"  # not "auto", which is another one elsewhere
+    assert settings["decode.dtype"] == "float32"  # not "auto", which depends on the machine
     target.write_bytes(lines[0])
     note.write_text(json.dumps(settings))
     seen, sync_output = [], resume.sync_output
@@ -559,10 +559,10 @@ def test_resume_refuses_output_of_other_settings(checkpoints, tmp_path, spoil, w
     nested = {key: value for key, value in settings.items() if key.startswith("grid.") and key != "grid.row_names"}
     older = {key: value for key, value in settings.items() if not key.startswith("grid.")}
     older["grid"] = {key.removeprefix("grid."): value for key, value in nested.items()}
-    (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
+    (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version without this key
     assert kept(settings) == (1, target.stat().st_size)
     older = {"strategy" if key == "--method" else key: value for key, value in settings.items()}
-    (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that named methods by "strategy"
+    (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version with the key "strategy"
     assert kept(settings) == (1, target.stat().st_size)
     with pytest.raises(UserError, match="found --method = 'sequential'; expected 'pipelined'"):
         kept(settings | {"--method": "pipelined"})
@@ -605,7 +605,7 @@ def test_output_of_a_method_with_a_section_is_resumed(nested: bool, tmp_path: Pa
 def test_compressed_lines_and_parquet_are_read(checkpoints, decoded, tmp_path):
     values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT)]
     expected, _ = decoded(values)
-    assert decoded(gzip.compress(as_lines(values).encode()))[0] == expected  # whatever the name
+    assert decoded(gzip.compress(as_lines(values).encode()))[0] == expected  # for any name
     flags = "--checkpoint", checkpoints / "none", "--output", tmp_path / "out.jsonl"
     table = pyarrow.Table.from_pylist(values)
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet", row_group_size=4)
@@ -664,7 +664,7 @@ def test_tables_are_read_and_written(checkpoints, decoded, tmp_path):
     run(*flags, *given, "--output", tmp_path / "out.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist() == expected
     assert not list(tmp_path.glob("*.records*")) and not list(tmp_path.glob(".*"))
-    # Ids of several kinds are text in a column, whole numbers alone are numbers; a trace is JSON.
+    # Ids of several kinds are texts in a column, only whole numbers are numbers; a trace is JSON.
     for ids, column in (([7, 3], [7, 3]), ([7, "b", 2**70], ["7", "b", str(2**70)]), ([1, None, 2], ["1", "2", "2"])):
         lines = [{"id": name, "source": SHORT[0]} for name in ids]
         (tmp_path / "in.jsonl").write_text(as_lines(lines))
@@ -725,7 +725,7 @@ def test_table_output_is_resumed(checkpoints, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv"]
     with pytest.raises(UserError, match=r"--resume: .*out\.csv: complete; expected .*out\.csv\.records"):
         records.check_paths(str(source), str(target), resume=True)
-    records.check_paths(str(source), str(tmp_path / "new.csv"), resume=True)  # where nothing is, it begins
+    records.check_paths(str(source), str(tmp_path / "new.csv"), resume=True)  # without an output it starts
     work(False)
     assert target.read_bytes() == made and made.count(b"\n") == 5
 
@@ -864,13 +864,13 @@ def test_saved_data_set_is_read(tmp_path, monkeypatch):
     records.check_paths(place, "-")
 
 
-# In processes of their own.
+# In separate processes.
 
 
 @contextlib.contextmanager
 def process(*flags, **pipes):
     """`python decode.py`; killed after two minutes, or when the test is through with it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored, it stays so in children
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # if it is ignored, children ignore it too
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, str(ROOT / "decode.py"), *map(str, flags)]
     running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, **pipes)

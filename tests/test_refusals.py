@@ -152,7 +152,8 @@ def decode_flags(**changes):
         (decode_flags(set="decode.beams=9999"), ["decode.beams: found 9999", "half of model.vocab_size"]),
         (decode_flags(set="train.steps=3"), ["train.steps", "cannot be changed", "grid, decode"]),
         (decode_flags(set="model.d_model=8"), ["model.d_model", "cannot be changed"]),
-        (decode_flags(set="data.tokenizer=/x"), ["data.tokenizer", "cannot be changed"]),  # else it would do nothing
+        # Otherwise it would have no effect.
+        (decode_flags(set="data.tokenizer=/x"), ["data.tokenizer", "cannot be changed"]),
         (decode_flags(set="name=x"), ["name", "cannot be changed"]),
         (decode_flags(input="{tmp}/no.jsonl"), ["--input {tmp}/no.jsonl: no such file"]),
         (decode_flags(input="{tmp}/directory"), ["--input {tmp}/directory: found a directory"]),
@@ -187,7 +188,7 @@ def test_decode_refuses_invalid_flags(refused, flags, words):
     refused(decode.main, *flags, words=words)
 
 
-# Sources. Each stands in the last line, behind good ones.
+# Sources. Each is in the last line, after good lines.
 
 SOURCES = {
     "not JSON": (b'{"source": "x"', ["not JSON"]),
@@ -325,7 +326,7 @@ def test_file_without_examples_is_refused(refused, places):
     refused(train.main, *TRAIN, "w", words=words)
 
 
-# Conversion; what is wrong with the directories themselves, tests/test_convert_refusals.py has.
+# Conversion; tests/test_convert_refusals.py tests errors in the directories.
 
 
 @pytest.mark.parametrize(
@@ -387,11 +388,11 @@ def test_end_of_a_command_has_one_line_and_an_exit_code(capsys, monkeypatch):
     for error in (
         RuntimeError("x"),
         FileNotFoundError(errno.ENOENT, "x", "/of/ours"),
-        BrokenPipeError(errno.EPIPE, "x"),  # of some socket: not the reader of our output
+        BrokenPipeError(errno.EPIPE, "x"),  # an error of some socket, and not of the reader of our output
     ):
         with pytest.raises(SystemExit) as caught:
             cli.run(raises(error), [])
-        said = capsys.readouterr().err  # our mistakes are not hidden
+        said = capsys.readouterr().err  # internal errors are not hidden
         assert caught.value.code == 70 and said.startswith("Traceback") and type(error).__name__ in said
     for number in (0, 143):
         with pytest.raises(SystemExit) as caught:

@@ -96,7 +96,7 @@ def test_a_pattern_names_files_here_and_elsewhere(memory: MemoryFileSystem, tmp_
         assert sources(found) == [f"text {i}" for i in range(23)]
         assert [found[i].id for i in (0, 9, 10)] == [found[i].place for i in (0, 9, 10)]
         assert found[10].place.endswith(f"/part-1.{suffix}:1")
-    (tmp_path / "odd*.jsonl").write_text(json.dumps(RECORDS[3]))  # a file of that name is that file
+    (tmp_path / "odd*.jsonl").write_text(json.dumps(RECORDS[3]))  # an existing file has precedence
     assert sources(of(f"{tmp_path}/odd*.jsonl")) == ["text 3"]
 
 
@@ -253,7 +253,7 @@ def test_each_pass_shuffles_all_examples_once(memory: MemoryFileSystem, counts: 
         for found in passes:
             numbers = [int(text.split()[1]) // size for text in found]
             assert numbers == sorted(numbers)
-        if size == 5:  # each buffer in an order of its own
+        if size == 5:  # each buffer has another order
             places = [int(text.split()[1]) % size for found in passes for text in found[:20]]
             assert len({(*places[i : i + size],) for i in range(0, len(places), size)}) > 12
     else:
@@ -277,7 +277,7 @@ def test_file_order_differs_in_every_pass(seed: int) -> None:
 
     found = passes(seed)
     assert len({*found}) >= 4 and all(sorted(order) == [*"abcd"] for order in found)
-    assert orders[:5] == found[1:]  # as they were asked for
+    assert orders[:5] == found[1:]  # in the order of the requests
     assert passes(seed) == found != passes(seed + 1)
 
 
@@ -324,7 +324,7 @@ def test_latest_examples_are_not_read_again(memory: MemoryFileSystem, monkeypatc
 
     monkeypatch.setattr(given, "read", counted)
     drawn = Shuffled(given, seed=0)
-    for first in range(0, 90, 5):  # what one process asks for again when another drew it
+    for first in range(0, 90, 5):  # examples that one process reads again after another drew them
         assert [drawn[i].source for i in range(first, first + 5)] == [drawn[i].source for i in range(first, first + 5)]
     assert len(calls) == 1 + 90 // 23
 

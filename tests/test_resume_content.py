@@ -28,7 +28,7 @@ from support.refusals import refuses
 from support.tiny import MODEL, RUN_ON_ONE, change, metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
-COUNT = 1500  # more than the fingerprint of former versions looked at
+COUNT = 1500  # more than the fingerprint of former versions covered
 
 
 def lines(first: int = 0, count: int = COUNT) -> list[str]:
@@ -62,7 +62,7 @@ def config(**data: Any) -> Config:
     return change(RUN_ON_ONE, data=own | data, train=train)
 
 
-# By name: a key, and a place where the same content lies.
+# By name: a key, and a path with equal content.
 SAME: dict[str, tuple[str, Any]] = {
     "./": ("train", "./train.jsonl"),
     "absolute": ("train", "{here}/train.jsonl"),
@@ -93,7 +93,7 @@ def away(here: Path) -> Path:
     for name in ("tokenizer", "weights"):
         shutil.copytree(here / name, away / name)
     changed = lines()
-    changed[777] = lines(COUNT, 1)[0]  # one that lies between those that are compared of published data
+    changed[777] = lines(COUNT, 1)[0]  # one between the examples that are compared in published data
     (away / "one.jsonl").write_text("".join(changed))
     (away / "fewer.jsonl").write_text("".join(lines()[:-1]))
     (away / "order.jsonl").write_text("".join(reversed(lines())))
@@ -261,7 +261,7 @@ def test_rows_are_taught_by_the_best_step(
         way = f"learning from {run_with_best}, {name}, whose answers are written with temperature 0"
         assert told[0] == way and told[1].endswith(f"(its {name})")
         answers.append(json.loads((workdir / "labels" / "settings.json").read_text())["weights"])
-        taught()  # the same again has nothing to do
+        taught()  # a repetition has nothing to do
     assert answers[0] != answers[1]
     with refuses("labels: --checkpoint"):
         lessons.teach(str(run_with_best), str(tmp_path / "in.jsonl"), tmp_path / "True", held_out=6, overrides=more)
@@ -284,7 +284,7 @@ def test_new_dropout_continues_run_with_older_masks(old_run: Path, caplog: pytes
     assert "\n" not in str(refused.value) and [line["event"] for line in metrics(old_run)][-1] == "end"
     assert fit(change(longer, train={"new_dropout": True}), old_run) == 0
     assert "from step 2 on the run uses the dropout masks of this release" in caplog.text
-    assert fit(change(longer, train={"steps": 3}), old_run) == 0  # it now has these masks
+    assert fit(change(longer, train={"steps": 3}), old_run) == 0  # the run has these masks now
 
 
 def test_older_run_without_dropout_or_finished_is_not_refused(old_run: Path, here: Path, tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
         # stems of words of more than three letters: "cats" is "cat", but "its" stays "its"
         (["cats running"], ["cat runs"], (100, 100, 100, 100)),
         (["it does"], ["its does"], (50, 0, 50, 50)),
-        # a repeated word counts as often as in the other text: P 1/3, R 1/1
+        # a repeated word counts as many times as in the other text: P 1/3, R 1/1
         (["cat"], ["cat cat cat"], (50, 0, 50, 50)),
-        # other letters part words, as any sign does: "naïve" is "na" and "ve"
+        # other letters separate words like any sign: "naïve" is "na" and "ve"
         (["naïve"], ["na ve"], (100, 100, 100, 100)),
         # the order of sentences matters to L, not to Lsum: R-L finds "c d" or "a b" in 4 words
         (["a b", "c d"], ["c d", "a b"], (100, 200 / 3, 50, 100)),
@@ -43,7 +43,7 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
         ([], [], (0, 0, 0, 0)),
         ([""], [""], (0, 0, 0, 0)),
         (["…"], ["…"], (0, 0, 0, 0)),
-        # an empty sentence is none
+        # an empty sentence does not count
         (["", "cat"], ["cat", ""], (100, 0, 100, 100)),
     ],
 )
@@ -112,7 +112,7 @@ def naive_score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
         for sentence in golds:
             mine = tuple(words(sentence))
             found = set[int]().union(*(common(mine, tuple(words(other))) for other in guesses))
-            for place in found:  # a word counts as often as either side has it
+            for place in found:  # a word counts as many times as both sides have it
                 if all(counts[mine[place]] > 0 for counts in left_over):
                     hits += 1
                     for counts in left_over:
@@ -167,7 +167,7 @@ def test_equal_texts_of_any_script_score_100(script: str) -> None:
     for name, value in metrics.score("rouge", [""], [[text, other]], [[text, other]]).items():
         assert value == pytest.approx(100), name
     assert all(value < 50 for value in metrics.score("rouge", [""], [[text]], [[other]]).values())
-    assert set(score([[text]], [[text]]).values()) == {0}  # rouge_score's own words know none of them
+    assert set(score([[text]], [[text]]).values()) == {0}  # rouge_score's own tokenizer finds no words in them
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_equal_texts_of_any_script_score_100(script: str) -> None:
         ("GPT模型", "gpt 模型！", 100, 100),
         ("naïve", "na ve", 0, 0),  # one word, not two
         ("naïve", "nai\u0308ve", 100, 0),
-        ("हिन्दी है", "हिन्दी हूँ", 50, 0),  # vowel signs are of their letters
+        ("हिन्दी है", "हिन्दी हूँ", 50, 0),  # vowel signs belong to their letters
         ("ΣΑΣ", "σας", 100, 0),
         ("ﬁrst １２", "first 12", 100, 100),
         ("กำ", "ก", 0, 0),

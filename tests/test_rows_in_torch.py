@@ -19,7 +19,7 @@ from support.in_transformers import config_facts, written_module
 from support.tiny import FEW_WORDS, MODEL
 
 GATED = dataclasses.replace(FEW_WORDS, feed_forward="gated-gelu", tied_head=False, scale_head=False)
-# backbone and what is given to `generate`; three names of rows are drawn where there are to be some
+# backbone and arguments of `generate`; three names of rows are drawn for cases with names
 SETTINGS: list[tuple[T5Config, dict[str, Any]]] = [
     (FEW_WORDS, {"delay": 1, "time_max": 12, "sub_max": 5}),
     (FEW_WORDS, {"delay": 2, "time_max": 9, "sub_max": 4, "literal": True}),
@@ -79,7 +79,7 @@ def test_rows_equal_algorithm_1(models: int, tmp_path: Path) -> None:
         names = [rng.integers(2, 9, rng.integers(1, 3)).tolist() for _ in range(settings.get("row_names", 0))]
         given = settings | {"row_names": names, "separator": [2, 3]}
         cases.append({"directory": str(directory), "sources": sources, "settings": given})
-        beyond = [[1]] if names and settings["delay"] else []  # a row that has no name is the empty one
+        beyond = [[1]] if names and settings["delay"] else []  # a row without a name is the empty row
         stop = "literal" if settings.get("literal") else "empty_row"
         bounds = {key: settings[key] for key in ("delay", "time_max", "sub_max")}
         expected += [
@@ -126,7 +126,7 @@ def generate_of(sizes: T5Config, place: Path) -> Any:
 
 IDS = torch.tensor([[3, 4, 1]])
 NO_CONFIG = transformers.GenerationConfig
-UNKNOWN = [  # what it does not do
+UNKNOWN = [  # unsupported arguments
     {"do_sample": True},
     {"num_beams": 4},
     {"num_beams": True},
@@ -246,7 +246,7 @@ def directory(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -
     return place
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # required by PEFT
 @pytest.mark.parametrize("kind", ["collator with the model", "collator alone", "no labels", "of PEFT", "own generate"])
 def test_seq2seq_trainer_predicts_rows(
     kind: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -104,7 +104,7 @@ class Sums(Plain, Rule):
     """Forbids tokens by the sum of the row's tokens, which is its state, and by a divisor that all examples share."""
 
     shared: ClassVar[tuple[str, ...]] = ("divisor",)
-    first: Any  # i32 [B], the sum of no tokens
+    first: Any  # i32 [B], the sum over zero tokens
     divisor: Any  # i32 [1]
 
     def init(self, batch: int, rows: int) -> Any:

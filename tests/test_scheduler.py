@@ -278,7 +278,7 @@ def test_others_continue_while_a_request_waits_for_its_programs(scheduler: Serve
         assert record["truncated"] is None and len(record["row_ids"][0]) == 6
     assert (len(scheduler.waiting), scheduler.lanes.running) == (1, 0)
     asked = [key for _, key, _ in scheduler.compiler.asked]
-    assert len(asked) == len({*asked}) and {*asked} == waits.answer.awaits != set()  # asked for once
+    assert len(asked) == len({*asked}) and {*asked} == waits.answer.awaits != set()  # requested once
     scheduler.run(waits)
     assert len(waits.record["row_ids"][0]) == 3 * len(new.source.content) and not waits.answer.awaits
 
@@ -312,7 +312,7 @@ def test_log_has_a_line_for_each_cause_of_compilation(
     own = logging.getLogger("pipejax.apps.serving.compile_log")
     with caplog.at_level("INFO", logger="pipejax"):
         own.addHandler(caplog.handler)
-        caplog.clear()  # of the first request, if this process logs at level INFO
+        caplog.clear()  # the line of the first request, if this process logs at level INFO
         for _ in range(2):
             scheduler.records(new)
         own.removeHandler(caplog.handler)
@@ -356,10 +356,10 @@ def test_single_request_uses_the_compiled_batch(scheduler: Served, places: int, 
 @pytest.mark.parametrize(
     ("compiled", "places"),
     [
-        ([], 1),  # nothing: the batch for one alone
+        ([], 1),  # nothing is compiled: the batch for one
         ([("encode", 3)], 1),
         ([("encode", 3), 2], 2),
-        ([2], 2),  # the shared one lacks the encoder alone
+        ([2], 2),  # the shared batch lacks only the encoder
         ([1], 1),
         ([1, 2], 1),
     ],

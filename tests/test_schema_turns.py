@@ -122,7 +122,7 @@ def test_usual_schemas_need_little_effort(made: Generator, name: str) -> None:
         made.under(asked, effort=None)
     try:
         quick = made.under(asked, effort=Effort.QUICK, pause=lambda: pauses.append(1)).answer_format
-    except UserError:  # of a row that is too short for it: that takes little effort, too
+    except UserError:  # for a row that is too short: that takes little effort, too
         with pytest.raises(UserError):
             made.under(asked, effort=None)
         return
@@ -132,7 +132,7 @@ def test_usual_schemas_need_little_effort(made: Generator, name: str) -> None:
 @pytest.mark.parametrize("pattern", BAD)
 def test_bad_schemas_take_bounded_work(made: Generator, pattern: str) -> None:
     asked = of(a={"type": "string", "pattern": pattern})
-    for _ in range(2):  # it is no refusal, so it is not kept
+    for _ in range(2):  # it is no refusal, so it is not cached
         with pytest.raises(Uncompiled):
             made.under(asked, effort=Effort.QUICK)
     cpu, pauses = time.thread_time(), list[int]()
@@ -221,7 +221,7 @@ def test_too_many_bad_schemas_of_a_client_are_refused(engine: ScriptedEngine, mo
         thread.start()
     wait_until(lambda: len(replies) == 4)
     assert {error(reply, 429)["code"] for reply in replies} == {"queue_full"}
-    threads.append(threading.Thread(target=post, args=("two",)))  # of another client there is room
+    threads.append(threading.Thread(target=post, args=("two",)))  # requests of another client are accepted
     threads[-1].start()
     time.sleep(0.1)
     assert len(replies) == 4

@@ -125,7 +125,7 @@ def test_rows_that_start_later_end_in_time() -> None:
 
 @pytest.mark.slow
 def test_a_bound_that_is_too_tight_is_refused() -> None:
-    asked = schema("date")  # date: 4 to begin with, or 5 tokens; and the day, in 9 tokens at least
+    asked = schema("date")  # date: 4 or 5 tokens at first, and the day, in 9 tokens at least
     with pytest.raises(UserError, match=r"\.date: found grid\.time_max=9; expected at least \d+") as told:
         generator(time_max=9).decode(["a"], schema=asked)
     least = int(str(told.value).split("at least ")[1].split(",")[0])
@@ -134,7 +134,7 @@ def test_a_bound_that_is_too_tight_is_refused() -> None:
     check(generator(time_max=least).decode(SOURCES, schema=asked), asked)
 
 
-# Against plain Python: the best of the tokens with which some text is still within reach.
+# The reference in plain Python: the best of the tokens after which some text can still be completed.
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_tokens_are_the_best_after_which_rows_can_end(native: bool, delay: int, 
     assert any(near) or delay
 
 
-# Wherever answers are decoded.
+# All ways of decoding.
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def test_schemas_that_rows_cannot_follow_are_refused(case: str, made: Any) -> No
     assert "\n" not in str(told.value)
 
 
-# Faults that are easily taken for one another; no two have the same cause.
+# Similar errors with different causes.
 ALIKE: dict[str, list[Any]] = {
     "types": [
         *({"type": "strin"}, {"type": None}, {}, {"type": []}, {"type": ["string", "integer"]}, {"type": "object"}),
@@ -761,7 +761,7 @@ def test_a_server_follows_response_format() -> None:
         events = posted(client, response_format=form, stream=True).text.split("\n\n")
         chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted["text"]
-        assert len(chunks) == 4  # a property each, and the end
+        assert len(chunks) == 4  # one for each property, and the end
         least = 3 * 10  # tokens: "short:", "range:" and a digit have ten at the most
         (choice,) = posted(client, response_format=form, max_tokens=least).json()["choices"]
         check([{"text": choice["text"], "truncated": None}], asked)
@@ -864,7 +864,7 @@ def test_cached_schema_is_not_blocked_by_compilation(monkeypatch: Any) -> None:
             assert client.get("/health").status_code == 200
             assert not any(one.done() for one in new)
             assert [one.result().status_code for one in new] == [504] * 10
-        assert len(compiling) == 1  # the others were given up before they began
+        assert len(compiling) == 1  # the others were cancelled before they began
         over.set()
 
 
@@ -892,7 +892,7 @@ def test_decode_command_follows_a_schema(made: Any, tmp_path: Any, monkeypatch: 
     check(lines, asked)
     wanted.write_text('{"type": "object", "properties": {"a": {"$ref": "b"}}}')
     kept = out.read_bytes()
-    for _ in range(2):  # the second time the refusal was kept
+    for _ in range(2):  # the second refusal was cached
         with pytest.raises(UserError, match=rf"^{re.escape(str(wanted))}: properties\.a"):
             main(flags)
     wanted.write_text("{")
@@ -1047,7 +1047,7 @@ def test_a_second_schema_of_a_shape_compiles_nothing_without_a_warm_up() -> None
     [
         ({}, True, {"a schema of a new shape (512 kinds of tokens, 1024 states)"}),
         ({}, False, set()),
-        ({"stop": "literal"}, True, set()),  # which follows no schema
+        ({"stop": "literal"}, True, set()),  # a method that follows no schema
         ({"row_names": ("a:", "b:"), "stop": "literal"}, True, set()),
         ({"row_names": ("a:", "b:"), "delay": 0}, True, {"a schema of a new shape (512 kinds of tokens, 1024 states)"}),
     ],

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 class Places(NamedTuple):
     base: Path
-    alone: dict[str, Path]  # checkpoints that decode by themselves, by the adapter's name; "": the base
+    alone: dict[str, Path]  # checkpoints that decode alone, by the adapter's name; "": the base
     adapters: dict[str, Path]
 
 
@@ -187,7 +187,7 @@ def test_an_adapter_of_another_tokenizer_is_refused(kind: str, tokenizer_files: 
     main = json.loads((other / "tokenizer.json").read_text())
     vocab = main["model"]["vocab"]
     one, two = [*vocab][-2:]
-    if "more" in kind:  # after those of the base, which it has all
+    if "more" in kind:  # after the tokens of the base, all of which it has
         vocab["more"] = Tokenizer.load(tokenizer_files).size
     else:
         vocab[one], vocab[two] = vocab[two], vocab[one]

@@ -42,7 +42,7 @@ from support.served import chunks, connect, error, service, wait_until
 
 TEXT = "deliver tiny lamps and new ropes past the river"
 PATH = "/v1/completions"
-OLD = sys.version_info < (3, 12)  # later ones read as many lists in each other as a body here can hold
+OLD = sys.version_info < (3, 12)  # later versions read as many nested lists as a body here can have
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_engine_receives_settings_of_the_request(client: TestClient, engine: Scr
     assert [r.source for r in engine.requests] == sources
     for request, source in zip(engine.requests, sources, strict=True):
         found = {**vars(request.sampling), "max_tokens": request.max_tokens}
-        assert found == {**settings, "seed": seed_of(source, 2**31 - 1)}  # as decode draws
+        assert found == {**settings, "seed": seed_of(source, 2**31 - 1)}  # as decode samples
     assert {r.method for r in engine.requests} == {"sequential"}
 
 
@@ -137,7 +137,7 @@ def test_stream_equals_whole_answer(client: TestClient, rows: bool) -> None:
         *own, last = own
         assert last.get("record") == expected.get("record")
         assert sorted(choice["row"] for choice in own) != [] and all(choice["token"] != 1 for choice in own)
-        if rows:  # row by row they are the record's
+        if rows:  # in each row they equal the record's
             texts = ["".join(c["text"] for c in own if c["row"] == row) for row in range(len(last["record"]["rows"]))]
             assert texts == last["record"]["rows"]
         else:
@@ -247,7 +247,7 @@ def test_ids_of_records_are_kept(client: TestClient, engine: ScriptedEngine) -> 
     client.post(PATH, json={"prompt": prompts, "temperature": 1, "seed": 4})
     assert [request.source.id for request in engine.requests] == ["a1", 7, 2]
     assert list(engine.requests[2].source.content) == [6, 1]
-    assert engine.requests[0].sampling.seed == seed_of(Source("a1", [5, 1]), 4)  # as decode draws for that id
+    assert engine.requests[0].sampling.seed == seed_of(Source("a1", [5, 1]), 4)  # as decode samples for that id
 
 
 @pytest.mark.parametrize(
@@ -392,10 +392,10 @@ def write(rows: list[str], *, delay: int = 1, order: int = 99, **settings: Any) 
 @pytest.mark.parametrize(
     "rows, delay, said",
     [
-        (["abc", "de"], 1, "abc|; de"),  # who could know before the end that the first row has ended?
+        (["abc", "de"], 1, "abc|; de"),  # only the end shows that the first row has ended
         (["abc", "def"], 1, "abc ; def|"),
         (["ab", "cdef", "gh"], 2, "ab ; cdef| ; gh"),
-        (["a", "", "bc"], 3, "a ; bc|"),  # a row without a token, and one without a letter: no rows of the text
+        (["a", "", "bc"], 3, "a ; bc|"),  # a row without a token, and one without a letter, are no rows of the text
         (["ab", "  ", "cd"], 1, "ab ; cd|"),
         (["", "ab"], 2, "ab|"),
         ([], 1, "|"),
@@ -418,7 +418,7 @@ def test_random_rows_are_joined_in_order(seed: int) -> None:
 def test_row_is_sent_as_soon_as_the_row_above_has_ended() -> None:
     assert write(["ab", "cdef"], delay=1, order=5) == "ab ; cde|"
     assert write(["ab", "cdef"], delay=1, order=4) == "ab ; cd|"
-    assert write(["ab", "cdef"], delay=1, order=3) == "ab| ; c"  # the first could go on in this step
+    assert write(["ab", "cdef"], delay=1, order=3) == "ab| ; c"  # the first row could continue in this step
 
 
 def test_beginning_of_a_stop_text_is_held_back() -> None:
@@ -556,7 +556,7 @@ def test_long_prompt_is_cut_only_on_request(client: TestClient, engine: Scripted
     found = error(client.post(PATH, json={"prompt": ids}), 400)
     assert found["code"] == "context_length_exceeded"
     usage = client.post(PATH, json={"prompt": ids, "truncate": True}).json()["usage"]
-    assert list(engine.requests[0].source.content) == [*range(2, 25), 1]  # as decode cuts it
+    assert list(engine.requests[0].source.content) == [*range(2, 25), 1]  # as decode truncates it
     assert usage["prompt_tokens"] == 24 and usage["cut_tokens"] == 15
 
 
@@ -610,7 +610,7 @@ def test_allowed_origins_get_cors_headers(engine: ScriptedEngine, origins: list[
     assert {"POST", "GET"} <= set(reply.headers["Access-Control-Allow-Methods"].split(", "))
     assert reply.headers["Access-Control-Allow-Headers"] == asks["Access-Control-Request-Headers"]
     assert "Origin" in reply.headers["Vary"]
-    for key, status in (("secret", 200), ("wrong", 401)):  # also of an error the page may read the words
+    for key, status in (("secret", 200), ("wrong", 401)):  # pages may read the texts of errors, too
         headers = {"Origin": SITE, "Authorization": f"Bearer {key}"}
         for body in ({"prompt": TEXT}, {"prompt": TEXT, "stream": True}):
             reply = client.post(PATH, json=body, headers=headers)
@@ -704,7 +704,7 @@ def test_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     "content, keys",
     [
         (b"\xef\xbb\xbfsecret\r\n", ["secret"]),
-        (b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n", ["one", "two"]),  # two files put together
+        (b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n", ["one", "two"]),  # two concatenated files
         (b"\xef\xbb\xbf\n  three \n", ["three"]),
         ("schlüssel\n".encode(), ["schlüssel"]),
         ("secret".encode("utf-16"), None),
@@ -742,7 +742,7 @@ def test_full_queue_gives_an_error(client: TestClient, engine: ScriptedEngine) -
     for thread in threads:
         thread.start()
     wait_until(lambda: engine.under_way == 3)
-    reply = client.post(PATH, json={"prompt": ["a", "b"]})  # room for one of them, so for none
+    reply = client.post(PATH, json={"prompt": ["a", "b"]})  # one request fits, so neither is accepted
     assert error(reply, 429)["code"] == "queue_full" and int(reply.headers["Retry-After"]) > 0
     assert engine.under_way == 3 and client.get("/health").status_code == 200
     assert "pipejax_queue_length 1.0" in client.get("/metrics").text
@@ -785,7 +785,7 @@ def test_failed_engine_gives_an_error(
     assert found["code"] == code and "secret" not in reply.text
     assert ("Traceback" in capfd.readouterr().err) == (status == 500)
     engine.error = None
-    assert client.post(PATH, json={"prompt": TEXT}).status_code == 200  # it stays up
+    assert client.post(PATH, json={"prompt": TEXT}).status_code == 200  # the server keeps running
     assert f'pipejax_requests_total{{status="{200 if stream else status}"}} ' in client.get("/metrics").text
 
 
@@ -828,7 +828,7 @@ def port(generator: Generator) -> Iterator[int]:
     """Of a server whose sockets are real."""
     own, listener = service(ScriptedEngine(generator), "key"), serve_command.listen("127.0.0.1", 0)
     found: int = listener.getsockname()[1]
-    listener.listen()  # so that who comes before it has started waits
+    listener.listen()  # clients that connect before the start wait
     thread = threading.Thread(target=serve_command.run, args=(own, listener))
     thread.start()
     yield found
@@ -865,7 +865,7 @@ def test_request_that_is_no_http_gets_an_error_object(port: int, sent: bytes, ca
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
     assert json.loads(body)["error"]["message"].startswith("request: found")
     asks = b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:  # it goes on
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:  # the server continues
         connection.sendall(asks)
         found = connection.recv(2**16)
     assert found.startswith(b"HTTP/1.1 200 ") and found.endswith(b"\r\n\r\n")  # without a body
@@ -972,7 +972,7 @@ def test_start_compiles_for_all_prompts_unless_limited(
     ]
 
 
-# What those who run it ask for.
+# Requirements of operators.
 
 
 PLACES = ("/health/", "/metrics/", "/v1/models/", "/v1/models/tiny/", "/livez/", "/v1//models")
@@ -1047,7 +1047,7 @@ def test_access_log_has_one_line_for_each_request_without_texts(engine: Scripted
     assert re.fullmatch(rf"POST {PATH} 200 in 0\.\d+ s, request a1", second)
     assert third.startswith("GET /v1/a%0A%1B%5B31mbcc") and len(third) < 300
     connect(service(engine)).get("/health")
-    assert len(said()) == 3  # none if it is not asked for
+    assert len(said()) == 3  # none if it is not requested
 
 
 def test_lines_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1078,7 +1078,7 @@ def test_readiness_follows_warm_up_and_draining(client: TestClient, engine: Scri
     assert states() == [200, 200, 503]
     assert client.get("/readyz").json() == {"status": "warming up", "programs": {"prepared": 4, "planned": 5}}
     assert "pipejax_warming_up 1.0" in client.get("/metrics").text
-    assert client.post(PATH, json={"prompt": TEXT}).status_code == 200  # as its programs are there
+    assert client.post(PATH, json={"prompt": TEXT}).status_code == 200  # since its programs are compiled
     engine.compiler.prepared = 5
     assert states() == [200, 200, 200]
     own.draining = True

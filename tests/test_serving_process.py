@@ -28,7 +28,7 @@ from support import oracle, tiny
 ROOT = Path(__file__).parents[1]
 KEY = "of-this-test"
 TEXTS = [example.source for example in demo.examples("test")[:12]]
-# All tokens are nearly as likely, so that it lasts until one of them is the eos; the seed is one of a long one.
+# All tokens are nearly equally likely, so that an answer is long until eos is drawn; the seed gives a long answer.
 LONG = {"method": "sequential", "prompt": TEXTS[0], "temperature": 100, "seed": 20}
 pytestmark = pytest.mark.slow
 
@@ -255,7 +255,7 @@ def test_curl_receives_the_same_answers(server: Server, expected: dict[str, list
     assert curl(json.dumps({"input": TEXTS[0], "stream": True})).startswith("event: response.created\ndata: {")
     given[3] = url
     assert "found no JSON" in json.loads(curl("{"))["error"]["message"]
-    large = json.loads(curl(json.dumps({"prompt": "a " * 20000})))  # curl asks before it sends that much
+    large = json.loads(curl(json.dumps({"prompt": "a " * 20000})))  # curl asks before it sends a large body
     assert large["error"]["code"] == "body_too_large"
 
 
@@ -311,7 +311,7 @@ def test_replaced_checkpoint_does_not_change_answers(server: Server, expected: d
 
 def test_sigterm_drains_the_server(trained: Path) -> None:
     with serve(trained, "--places", "1", "--queue", "9", "--warm-up", "0") as server:
-        with ThreadPoolExecutor(9) as pool:  # the first of them waits for what is compiled
+        with ThreadPoolExecutor(9) as pool:  # the first request waits for compilation
             waiting = [pool.submit(server.complete, **LONG) for _ in range(9)]
             server.wait_until("active_requests", 9)
             server.process.send_signal(signal.SIGTERM)

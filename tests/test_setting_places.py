@@ -94,7 +94,7 @@ BY_CONTENT = {
     *("data.train", "data.dev", "data.data_dir", "data.split", "data.split_seed", "data.csv_delimiter"),
     *("data.csv_quotes", "data.skip_bad", "data.tokenizer", "train.init_from", "train.init_best"),
 }
-VALUES = {  # where the rule of `other` gives none that is legal
+VALUES = {  # for keys for which `other` gives no legal value
     "grid.row_names": '["x"]',
     "data.targets": '["x","y"]',
     "data.csv_delimiter": ";",

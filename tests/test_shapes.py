@@ -94,7 +94,7 @@ def test_few_short_examples_have_few_shapes(steps, most):
     assert 1 < len(set(used)) <= len(shapes.pairs) <= most and len(everything.pairs) == 22
     # All others together would have saved less than their compilations cost.
     assert 0 < (sums - least)[:, :2].sum() < (22 - len(shapes.pairs)) * 2**15
-    assert choose_pairs(lengths, **sizes, steps=steps) == shapes  # as another process would
+    assert choose_pairs(lengths, **sizes, steps=steps) == shapes  # like another process
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -110,7 +110,7 @@ def test_larger_batches_double_the_largest_shape():
     assert shapes.fit((30, 16)) == (32, 16) and shapes.fit((30, 17)) == (96, 40)
     assert shapes.fit((97, 3)) == (192, 40) and shapes.fit((500, 41)) == (768, 64)
     assert shapes.fit((800, 64)) == (1000, 64)
-    assert shapes.fit((30, 65)) == shapes.fit((30, 71)) == (96, 72)  # of older limits, which were too low
+    assert shapes.fit((30, 65)) == shapes.fit((30, 71)) == (96, 72)  # shapes of older limits, which were too low
 
 
 def test_shapes_are_introduced_gradually_and_survive_json():

@@ -63,7 +63,7 @@ in_transformers = functools.cache(transformers.AutoTokenizer.from_pretrained)
 def transformers_ids(directory: Path, text: str, most: int | None) -> list[int]:
     theirs = in_transformers(directory)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ByT5's warns of texts that end with an eos
+        warnings.simplefilter("ignore")  # ByT5's tokenizer warns about texts that end with an eos
         found: list[int] = theirs(text, truncation=most is not None, max_length=most, verbose=False).input_ids
     return found
 
@@ -114,7 +114,7 @@ def test_all_callers_encode_sources_alike(kind: str, made: dict[str, Path]) -> N
         (Affixes(), [5, 6, 7, 8], 3, [5, 6, 7]),
         (Affixes((2,)), [2, 5, 6, 7], 3, [2, 5, 6]),
         (Affixes((), (1,)), [5, 6, 7, 1], 3, [5, 6, 1]),
-        (Affixes((), (1,)), [5, 6, 7, 8], 3, [5, 6, 7]),  # token ids that are given without an eos
+        (Affixes((), (1,)), [5, 6, 7, 8], 3, [5, 6, 7]),  # token ids without an eos
         (Affixes((0,), (2,)), [0, 5, 6, 7, 2], 2, [0, 2]),
         (Affixes((3,), (1, 3)), [3, 5, 6, 7, 1, 3], 4, [3, 5, 1, 3]),
         (Affixes((3,), (1, 4)), [3, 5, 6, 7, 1, 4], 2, [1, 4]),
@@ -238,7 +238,7 @@ def test_an_export_names_the_ids_around_a_source(made: dict[str, Path], tmp_path
     assert list(ours.ids_of(Source("", "x")))[:1] == [1]
 
 
-# Runs and conversions of former versions, which knew no `data.special_tokens` and added an eos alone.
+# Runs and conversions of former versions, which had no `data.special_tokens` and added only an eos.
 
 
 def as_of_former_version(run: Path) -> Path:

@@ -48,7 +48,7 @@ def test_texts_are_normalised(text: str, expected: str) -> None:
         ([], ["x"], (0, 0, 0), (0, 0, 0)),
         (["x"], [], (0, 0, 0), (0, 0, 0)),
         (["x"], [""], (0, 0, 0), (0, 0, 0)),
-        # '' beside "ab": EM 1 of 2 predictions; PM precision (1 + 0) / 2
+        # '' and "ab": EM 1 of 2 predictions; PM precision (1 + 0) / 2
         (["ab"], ["ab", "the"], (50, 100, 200 / 3), (50, 100, 200 / 3)),
         # "abcd" and "bcx" share "bc": 2 of 3 characters, 2 of 4; F1 = 2 * 2/3 * 1/2 / (7/6) = 4/7
         (["abcd"], ["bcx"], (0, 0, 0), (200 / 3, 50, 400 / 7)),
@@ -68,7 +68,7 @@ def test_scores_of_one_document_equal_hand_computed_scores(
 
 
 def test_micro_average_equals_hand_computed_scores() -> None:
-    # Document 1: 1 right of 1 guess, 3 golds. Document 2: no gold, one guess. Document 3: both empty, right.
+    # Document 1: 1 correct of 1 guess, 3 golds. Document 2: no gold, one guess. Document 3: both empty, correct.
     result = score([["x", "y", "z"], [], []], [["x"], ["w"], []])
     assert result["em_precision"] == pytest.approx(100 * 2 / 3)  # 1 + 0 + 1 of 1 + 1 + 1
     assert result["em_recall"] == pytest.approx(100 * 2 / 5)  # 1 + 0 + 1 of 3 + 1 + 1
@@ -76,8 +76,8 @@ def test_micro_average_equals_hand_computed_scores() -> None:
 
 
 def test_autojunk_is_enabled() -> None:
-    # In 200 characters or more, one that makes up over one per cent starts no match: here neither does. There
-    # remains a match of nothing at the two beginnings, which difflib lengthens: "xy" is found, "yx" is not.
+    # In texts of 200 or more characters, a character with a share above one per cent starts no match: here none does.
+    # An empty match at the two beginnings remains, which difflib extends: "xy" is found, "yx" is not.
     guess = "xy" * 100
     assert score([["yx"]], [[guess]])["pm_recall"] == 0
     assert score([["xy"]], [[guess]])["pm_recall"] == 100

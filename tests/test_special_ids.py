@@ -207,7 +207,7 @@ CHAT = ["<pad>", "</s>", "<unk>", "<end_of_turn>", "<over>", *WORDS]
         ([1, 3], ""),
         ([3, 1], ""),
         ([4, 3, 1], ""),
-        ([1, 300], ""),  # one that the tokenizer lacks: no text has it
+        ([1, 300], ""),  # a token that the tokenizer lacks, so no text has it
         ([3, 4], "found 3, 4; expected ids that include 1, since '</s>' = 1 ends a text in the tokenizer of"),
         ([1, 7], "found 7, which is 'word2' in the tokenizer of"),
         ([1, 2], "found 2, which is '<unk>' in the tokenizer of"),
@@ -337,7 +337,7 @@ def settings(begun: Path, tokenizer: Path, **more: Any) -> Config:
 
 
 def test_another_tokenizer_is_refused(begun: Path, tmp_path: Path) -> None:
-    swapped = ["<pad>", "</s>", "<unk>", *WORDS[:5], *reversed(WORDS[5:])]  # the one in the middle stays
+    swapped = ["<pad>", "</s>", "<unk>", *WORDS[:5], *reversed(WORDS[5:])]  # the sentinel in the middle stays
     files = word_level(tmp_path / "other", swapped, pad_token="<pad>", **EOS)
     (tmp_path / "train.jsonl").write_text('{"source": "word1", "targets": ["word2"]}\n')
     with pytest.raises(UserError) as caught:

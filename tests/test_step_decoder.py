@@ -140,7 +140,7 @@ def test_pack_puts_each_live_query_in_one_place():
         [0, 1] + [NOWHERE] * 8,
         [1] + [NOWHERE] * 3 + [1] + [NOWHERE] * 5,
     ]
-    # Example 0: rows 0, 2 and 3 ask; keys are rows 0 and 2 of before, then their own.
+    # Example 0: rows 0, 2 and 3 have queries; keys are the earlier keys of rows 0 and 2, then their own.
     assert step.mask[0, :, :7].astype(int).tolist() == [
         [1, 0, 0, 0, 1, 0, 0],
         [1, 1, 0, 0, 1, 1, 0],
@@ -171,7 +171,7 @@ def test_query_with_a_lineage_sees_its_lineage():
 
 def test_schedule_holds_every_decode():
     strategy = Pipelined(delay=2, time_max=9, sub_max=20)
-    # Call by call: the rows that began by then, or one more where an example was at a pause.
+    # For each call: the rows that have begun, or one more if an example was at a pause.
     assert (strategy.most_queries, strategy.slots) == (5, 1 + 2 * (2 + 3 + 4 + 5))
     assert Pipelined(delay=1, time_max=4, sub_max=3).slots == 1 + 2 + 3 + 3
     sizes = Sizes.fit(strategy, 3, query_counts=(4, 8, 40), slots=(3, 12, 64))
@@ -180,7 +180,7 @@ def test_schedule_holds_every_decode():
     assert Sizes.fit(Sequential(max_length=7), 1, query_counts=(4, 8), slots=(128,)) == Sizes((1,), (8,))
     assert (Beam(7, 4).most_queries, Beam(7, 4).slots) == (4, 1 + 6 * 4)
     assert Sizes.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 34)
-    # The smallest cache need only hold the narrowest step.
+    # The smallest cache must fit only the narrowest step.
     assert Sizes.fit(strategy, 1, query_counts=(3,), slots=(2, 3, 8)).slots == (3, 8, 34)
 
 
@@ -211,7 +211,7 @@ def test_no_step_copies_the_cache(strategy, batch, number, steps):
         elif " = " in line:
             inside.append(line)
     loops = [line for lines in computations.values() for line in lines if " while(" in line]
-    # An iteration of several steps is one loop more, whose condition is not evaluated.
+    # An iteration of several steps is an additional loop, whose condition is not evaluated.
     assert len(loops) == (1 + (steps > 1)) * len(sizes.query_counts) + (len(sizes.query_counts) > 1)
     known = [line for line in loops if f'"known_trip_count":{{"n":"{steps}"}}' in line]
     assert len(known) == (steps > 1) * len(sizes.query_counts)
@@ -234,5 +234,5 @@ def test_no_step_copies_the_cache(strategy, batch, number, steps):
                 )
                 written |= {found[1]} if found[2] == "dynamic-update-slice" else set()
     assert not copied
-    # The names that are looked for are those that occur.
+    # The searched names are exactly the occurring names.
     assert {f"f32[{3 * batch},{slots},8]", f"f32[{3 * batch},8,{slots}]"} <= written

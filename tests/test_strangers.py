@@ -184,7 +184,7 @@ def test_only_links_in_the_hubs_cache_are_followed(tokenizer_files: Path, tmp_pa
         if number == 0:
             own.symlink_to(real)
         (snapshot / file.name).symlink_to(f"../../blobs/{own.name}")
-    local = tmp_path / "local"  # as a download into a place of one's own once linked
+    local = tmp_path / "local"  # as downloads into a chosen folder used to link
     local.mkdir()
     for file in snapshot.iterdir():
         (local / file.name).symlink_to(file)
@@ -249,7 +249,7 @@ def test_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="a pipe or a device"):
         read_json(tmp_path / "pipe")
-    late = threading.Timer(3, os.open, (tmp_path / "pipe", os.O_RDWR))  # lets go whoever waits for a writer
+    late = threading.Timer(3, os.open, (tmp_path / "pipe", os.O_RDWR))  # releases readers that wait for a writer
     late.start()
     with pytest.raises(UserError, match="pipe: found a pipe or a device; expected a file"):
         read_small(tmp_path / "pipe")

@@ -149,7 +149,7 @@ def test_streamed_parallel_rows_equal_record_text(kind: str, stop: tuple[str, ..
         assert writing.stopped == bool(cuts)
 
 
-# Through the server, whose scripted engine writes the prompt's tokens, three a row: most rows end inside a character.
+# By the server, whose scripted engine writes the prompt's tokens, three in a row: most rows end inside a character.
 
 
 def generator_of(directory: Path, *, vocabulary: int) -> Generator:

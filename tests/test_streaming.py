@@ -101,7 +101,7 @@ def test_streams_of_one_generator_may_run_at_the_same_time(caplog):
     next(first)
     first.close()
     (batches,) = made._streams.values()
-    assert len(batches.free) == 2  # its batch is free again
+    assert len(batches.free) == 2  # its batch is available again
     assert list(made.stream_rows(given[1]))[-1] == expected[1]
 
 

@@ -46,7 +46,7 @@ def test_closed_and_full_outputs_end_the_command(redirected, code, out, err, flu
     )
     assert (ended.returncode, ended.stdout) == (code, out)
     assert ended.stderr.endswith(err) and (err or not ended.stderr) and "Traceback" not in ended.stderr
-    if code == 3:  # nothing is written into a file that took a closed stream's number
+    if code == 3:  # no output is written to a file that has a closed stream's number
         number = int((tmp_path / "file").read_text().removeprefix("numbered "))
         assert number > 2
 

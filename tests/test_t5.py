@@ -98,7 +98,7 @@ def test_greedy_equals_generate(pair):
     source, mask = ragged(np.random.default_rng(1), config.vocab_size, [12, 5, 30, 1])
     strategy = make("sequential", GridConfig(), DecodeConfig(max_length=20), bos=0, eos=1)
     decoded = jax.device_get(compiled(config, strategy)(params, source, mask.sum(1)))
-    for b in range(4):  # one by one: transformers' own uneven-depth cache and padding are then out of the way
+    for b in range(4):  # one by one, which avoids transformers' cache for uneven depths and padding
         real = torch.tensor(source[b : b + 1, : mask[b].sum()])
         expected = model.generate(
             real,
@@ -170,7 +170,7 @@ def test_causality_by_gradient(tiny):
     model, delay = t5.T5(CONFIG), 2
     flat, seen, position = layout(ROWS, delay)
     encoded = model.apply({"params": params}, source, method=lambda m, x: m.encoder(*m.embed(x), mask, True))
-    # A table of its own for every slot, so that the gradient tells the slots apart.
+    # A separate table for every slot, so that the gradient distinguishes the slots.
     spread = dict(params, shared={"embedding": params["shared"]["embedding"][flat.inputs]})
     config = T5Config(**{**vars(CONFIG), "vocab_size": len(flat.inputs)})
 

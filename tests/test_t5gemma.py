@@ -51,7 +51,7 @@ def test_encoder_equals_torch():
 
 SEVERAL = dataclasses.replace(
     TINY, vocab_size=12, other_eos_token_ids=(5,)
-)  # as [1, 107] of the instruction-tuned ones
+)  # like [1, 107] of the instruction-tuned models
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_widths_of_heads_are_even(side, width):
     dataclasses.replace(TINY, **{side: dataclasses.replace(stack, head_dim=width + 1)}).check("here")
 
 
-# Parameters as published: of Gemma 2 and 3, from which a side comes whole, of mT5, and of T5Gemma where they are exact.
+# Published numbers of parameters: Gemma 2 and 3, from which a side is taken, mT5, and T5Gemma if they are exact.
 GEMMA = {"2b": 2_614_341_888, "9b": 9_241_705_984, "270m": 268_098_176, "1b": 999_885_952}
 MT5 = {"small": 300_176_768, "base": 582_401_280, "large": 1_229_581_312, "xl": 3_742_619_648, "xxl": 12_921_057_280}
 WHOLE = {"t5gemma-s-s": 312_517_632, "t5gemma-b-b": 591_490_560, "3b": 2_851_598_336, "v1_1-xl": 2_849_757_184}
@@ -178,7 +178,7 @@ def test_published_sizes_have_the_published_parameter_counts(name):
         parts[path.split("/")[0]] += math.prod(x.shape)
     total = parts.total()
     first, _, size = name.partition("-")
-    if first == "umt5":  # mT5's, but for some more tokens, and a bias in each layer
+    if first == "umt5":  # mT5's, except for some more tokens, and a bias in each layer
         layers, tables = model.num_layers + model.num_decoder_layers, 2 * (256_384 - 250_112) * model.d_model
         assert total == MT5[size] + tables + (layers - 2) * 32 * model.num_heads
     elif name in WHOLE:
@@ -189,7 +189,7 @@ def test_published_sizes_have_the_published_parameter_counts(name):
         assert round(parts["encoder"] / 1e6) == 3209  # without the table, as Gemma 3's report has it
     elif name.startswith("t5gemma-2-"):
         assert parts["encoder"] + parts["shared"] - model.decoder.hidden_size == GEMMA[size.split("-")[1]]
-        assert parts["decoder"] == parts["encoder"]  # attention to both is one
+        assert parts["decoder"] == parts["encoder"]  # attention to both sides is one layer
     elif (side := size.split("-")[0]) in GEMMA:
         assert parts["encoder"] == GEMMA[side]
 

@@ -31,7 +31,7 @@ def test_attention_to_the_source_depends_on_row_plus_time():
     position = np.asarray([[row + time for row, time in cells]])
     tokens, alone = np.full((3, len(cells)), 7), np.eye(len(cells), dtype=bool)[None]
     found = np.asarray(jax.jit(TINY.module().apply)({"params": params}, source, real, tokens, alone, position))
-    # To rounding: a product's lanes may be summed in other orders.
+    # Up to rounding: the lanes of a product may be summed in other orders.
     for cell, of_the_same_sum in ((0, 1), (0, 3), (4, 5)):
         np.testing.assert_allclose(found[:, cell], found[:, of_the_same_sum], atol=1e-5)
     assert abs(found[:, 0] - found[:, 4]).max() > 1e-2

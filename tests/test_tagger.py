@@ -60,7 +60,7 @@ def batch_of(answers: list[list[list[int]]], sources: list[list[int]], delay: in
         key: np.zeros((len(pairs), width), np.float32 if key == "weights" else np.int32)
         for key in ("inputs", "targets", "weights", "row", "time", "example")
     }
-    batch["weights"][:] = 1  # also beyond the slots
+    batch["weights"][:] = 1  # also outside the slots
     for i, pair in enumerate(pairs):
         begun = 0
         for number, flat in enumerate(pair):

@@ -330,7 +330,7 @@ def test_killed_run_ends_like_an_uninterrupted_run(given, taught, tmp_path, monk
 
 def test_labels_are_written_once(given, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "run")
-    monkeypatch.setattr(labels, "decode_file", None)  # a call would fail
+    monkeypatch.setattr(labels, "decode_file", None)  # a call of it would fail
     assert run(given, tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(taught)
     assert run(given, tmp_path / "run", "train.steps=6") == 0

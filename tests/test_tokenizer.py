@@ -126,7 +126,7 @@ def test_ids_and_texts_equal_transformers(kind: str, request: pytest.FixtureRequ
         decoded = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
         assert ours.decode(ids) == again.decode(ids) == decoded
     rng = random.Random(1)
-    for _ in range(300):  # ids as an untrained model writes them
+    for _ in range(300):  # ids of an untrained model
         ids = [rng.choice([0, 1, 2, rng.randrange(ours.size)]) for _ in range(rng.randrange(12))]
         decoded = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
         assert ours.decode(ids) == decoded
@@ -247,7 +247,7 @@ def test_saved_padding_and_truncation_do_not_count(demo: Path, tmp_path: Path) -
 
 
 QUICK = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
-# Options of sentencepiece's trainer, a text, and the words of the line that says what is not followed.
+# Options of sentencepiece's trainer, a text, and words of the line about ignored options.
 OTHER_KINDS: dict[str, tuple[dict[str, object], str, str]] = {
     "bytes": ({"byte_fallback": True, "vocab_size": 320}, "the é fox", "byte_fallback: true"),
     "no prefix": ({"add_dummy_prefix": False}, "the quick fox", "add_dummy_prefix: false"),

@@ -67,7 +67,7 @@ def one_more(content: dict[str, Any], settings: dict[str, Any]) -> None:
     content["added_tokens"].append({"id": number, "content": "<new>", **flags})
 
 
-# Of these all is read without transformers.
+# These files are read without transformers.
 PLAIN: dict[str, tuple[str, list[Change]]] = {
     "t5": ("t5", []),
     "t5 as of old": ("t5", [old_form, declared]),
@@ -91,7 +91,7 @@ PLAIN: dict[str, tuple[str, list[Change]]] = {
     "one more special token": ("t5", [one_more, lambda c, s: s.update(mask_token="<new>")]),
     "one more word": ("words", [one_more, declared]),
 }
-# Of these transformers may make something else than of the file alone.
+# transformers may read these differently from the file alone.
 OTHERS: dict[str, tuple[str, list[Change]]] = {
     "added in the settings": ("t5", [one_more, declared, lambda c, s: c["added_tokens"].pop()]),
     "added in the file": ("words", [declared, one_more]),

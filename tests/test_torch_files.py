@@ -117,7 +117,7 @@ def test_a_tensor_stays_within_its_storage(tmp_path: Path) -> None:
         (0, (7,), (1,)),
         (5, (2,), (-1,)),
         (0, (2,), (6,)),
-        (0, (10**12,), (0,)),  # which would be read into memory
+        (0, (10**12,), (0,)),  # large files, which would be read into memory
         (0, (0, 10**30), (1, 1)),
         (0, (1,), (10**30,)),
         (True, (2,), (1,)),
@@ -132,7 +132,7 @@ def test_a_tensor_stays_within_its_storage(tmp_path: Path) -> None:
 
 
 COMPLEX = torch.tensor([1 + 2j])
-UNPLAIN: dict[str, tuple[Callable[[], Any], str]] = {  # with the words that refuse each
+UNPLAIN: dict[str, tuple[Callable[[], Any], str]] = {  # and words of each refusal
     "negative": (lambda: torch._neg_view(WIDE), "with 'neg'"),
     "a parameter": (lambda: torch.nn.Parameter(torch._neg_view(WIDE)), "with 'neg'"),
     "imaginary": (lambda: COMPLEX.conj().imag, "with 'neg'"),
@@ -147,7 +147,7 @@ UNPLAIN: dict[str, tuple[Callable[[], Any], str]] = {  # with the words that ref
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's, of what it will give up
+@pytest.mark.filterwarnings("ignore")  # torch's warnings about deprecated features
 @pytest.mark.parametrize("kind", UNPLAIN)
 def test_numbers_that_are_not_plain_are_refused(kind: str, tmp_path: Path) -> None:
     make, words = UNPLAIN[kind]

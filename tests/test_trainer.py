@@ -67,7 +67,7 @@ def test_pipelined_loss_is_the_definition(tokenizer, delay, pack):
     config = change(CONFIG, grid={"delay": delay})
     params = oracle.random_params(MODEL, np.random.default_rng(delay))
     examples = demo.examples("train")[: 13 if delay else 14]
-    if delay:  # else the number of rows is given: there is no answer without any
+    if delay:  # otherwise the number of rows is given, and no answer is empty
         examples.append(Example("none", "the baker smiled .", ()))
     encoded = [encode_example(e, tokenizer, config, MODEL) for e in examples]
     total, count = jax.jit(lambda p: batch_loss(t5.T5(MODEL), p, collate(encoded, pack).arrays, None))(params)
@@ -382,7 +382,7 @@ def test_weights_are_drawn_one_by_one_as_all_at_once(mesh, sizes):
 @pytest.mark.parametrize(
     "options, meshes",
     [
-        pytest.param({"dropout": 0.1}, [MESHES[0], MESHES[3]], marks=pytest.mark.slow),  # all axes beside one another
+        pytest.param({"dropout": 0.1}, [MESHES[0], MESHES[3]], marks=pytest.mark.slow),  # all axes together
         pytest.param({"dropout": 0.1}, MESHES, marks=pytest.mark.long),
         pytest.param(
             {"dropout": 0.1, "remat": "layers", "batch_size": 48, "accumulate": 2},

@@ -91,7 +91,7 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
     assert slots(11) == (True, whole[:-1])
     assert slots(10) == (True, [*words[0], 1, *words[1], 1])
     assert slots(5) == (True, [*words[0], 1])
-    assert slots(3) == (True, words[0][:2])  # not even one row: cut, and no eos is taught
+    assert slots(3) == (True, words[0][:2])  # not one row fits: it is cut, and no eos is trained
     sequential = {"train": {"method": "sequential"}}
     separator = tokenizer.encode(";")
     joined = [*words[0], *separator, *words[1], *separator, *words[2]]
@@ -122,7 +122,7 @@ def test_resume_is_exact(finished, tmp_path, said):
     assert fit(change(CONFIG, train={"steps": 2}), tmp_path) == 0
     assert fit(change(CONFIG, train={"steps": 5}), tmp_path) == 0
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "train", "step": 6, "loss": 0}\n{"torn')  # what a crash leaves behind
+        file.write('{"event": "train", "step": 6, "loss": 0}\n{"torn')  # the files that a crash leaves
     assert fit(CONFIG, tmp_path) == 0
     assert any(line.startswith("resuming at step 5") for line in said)
     whole, parts = untimed(metrics(finished)), untimed(metrics(tmp_path))
@@ -158,7 +158,7 @@ def test_log_shows_epochs_and_predictions(finished):
         if line["event"] == "evaluation":
             assert [(s["id"], tuple(s["gold"])) for s in line["samples"]] == [(e.id, e.targets) for e in dev[:3]]
             assert all(isinstance(text, str) for s in line["samples"] for text in s["predicted"])
-            bounds = line["bounds"]  # those that decoded, which may be narrower than the config's
+            bounds = line["bounds"]  # the values of decoding, which may be narrower than the config's
             assert bounds["time_max"] <= CONFIG.grid.time_max and bounds["max_length"] <= CONFIG.decode.max_length
             assert bounds["sub_max"] == CONFIG.grid.sub_max  # the targets would allow for more
 
@@ -193,7 +193,7 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
     assert [line["step"] for line in lines if line["event"] == "evaluation"] == [1, 2, 3]
     assert lines[-1]["event"] == "end"
     assert "training: compiling for sources of" in capsys.readouterr().err
-    # What was chosen for the run is kept with it, and the same command ends where it did.
+    # The choices of the run are stored with it, and the same command ends at the same place.
     monkeypatch.setattr(loop, "choose_shapes", None)
     assert fit(config, tmp_path) == 0
     assert untimed(metrics(tmp_path)) == untimed(lines)
@@ -238,8 +238,8 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
     steps = max(grid.pipelined_steps(x, delay=2, sub_max=300, time_max=5000) for x in rows)
     bounds = examiner.bound_decoding(wide, encoded).grid
     assert 1.5 * steps <= bounds.time_max < 2 * steps + 8 and bounds.sub_max == 1.5 * (max(map(len, rows)) + 1) // 1 + 8
-    assert examiner.bound_decoding(CONFIG, encoded) == CONFIG  # never wider than asked for
-    cut = change(wide, data={"max_target": 4})  # says nothing about the answers' lengths
+    assert examiner.bound_decoding(CONFIG, encoded) == CONFIG  # never wider than requested
+    cut = change(wide, data={"max_target": 4})  # does not depend on the lengths of answers
     assert examiner.bound_decoding(cut, [encode_example(e, tokenizer, cut, MODEL) for e in examples]) == cut
     joined = change(wide, train={"method": "sequential"}, decode={"max_length": 512})
     longest = max(len(tokenizer.encode(" ; ".join(e.targets))) + 1 for e in examples)
@@ -253,7 +253,7 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
 def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path, said):
     fit(CONFIG, tmp_path)
     for data in (tmp_path / "checkpoints/6/params").rglob("d/*"):
-        data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))  # of one byte it might not matter
+        data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))  # a change of one byte might have no effect
     said.clear()
     restored = checkpoint.open_run(tmp_path)
     assert restored.step == 3 and "checkpoints/6: damaged" in said[0]
@@ -305,7 +305,7 @@ def test_logged_steps_are_at_most_one_interval_after_a_committed_step(tmp_path, 
     finish = handler.finalize
 
     def late(self, *args):
-        time.sleep(0.3)  # longer than a step: what waits for no save would be far ahead by now
+        time.sleep(0.3)  # longer than a step: a training that waits for no save would be far ahead
         return finish(self, *args)
 
     monkeypatch.setattr(handler, "finalize", late)

@@ -118,7 +118,7 @@ def test_tokens_without_weight_are_not_in_the_mean(monkeypatch):
 def test_an_update_is_along_the_mean_over_the_tokens_of_the_whole_batch(accumulate):
     """Parts have uneven lengths; an update longer than `clip_norm` is scaled to it, and a shorter one is unchanged."""
     given, params = examples(8, 1), parameters()
-    given[::2] = [(source, [[2] * 9, [3] * 9]) for source, _ in given[::2]]  # every second one is a part
+    given[::2] = [(source, [[2] * 9, [3] * 9]) for source, _ in given[::2]]  # every second example is a part
     (total, count), gradient = jax.value_and_grad(summed_loss, has_aux=True)(params, given, 1)
     mean = jax.tree.map(lambda x: x / count, gradient)
     norm = float(optax.tree.norm(mean))

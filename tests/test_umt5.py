@@ -139,7 +139,7 @@ def test_umt5_trains_low_rank_factors_and_is_exported(trained, tmp_path):
     assert (tmp_path / "export" / "pipelined-cpu.jax").is_file()
 
 
-# MADLAD-400: a T5 v1.1 whose table lies under another name, and whose start token is not that which pads.
+# MADLAD-400: a T5 v1.1 whose table has another name, and whose start token is not the pad token.
 
 
 MADLAD = T5Config(
@@ -156,7 +156,7 @@ def test_madlad_is_read_with_its_names_and_start_token(tmp_path):
     tensors["decoder.embed_tokens.weight"] = tensors.pop("shared.weight")
     save_file(tensors, file, metadata={"format": "pt"})
     written = json.loads(facts.read_text())
-    del written["scale_decoder_outputs"]  # which its file does not have
+    del written["scale_decoder_outputs"]  # a key that its file lacks
     facts.write_text(json.dumps(written))
     found, back = read_hf(tmp_path / "there")
     assert found == MADLAD and type(portable(found.module())) is Xla  # the stock T5, so all fast decoders take it
@@ -169,7 +169,7 @@ def test_madlad_is_read_with_its_names_and_start_token(tmp_path):
     assert record["row_ids"] == [expected.tokens] and expected.tokens
 
 
-# The head: the table or its own, scaled or not. `tie_word_embeddings` of config.json, `...`: without the key.
+# The head: the table or separate, scaled or not. `tie_word_embeddings` of config.json, `...`: without the key.
 
 HEADS: dict[str, tuple[str, Any, tuple[bool, bool]]] = {  # with the fields tied_head and scale_head
     "as transformers saves and fine-tunes one": ("none", True, (True, True)),

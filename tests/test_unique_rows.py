@@ -89,7 +89,7 @@ def test_a_record_has_no_two_equal_rows(made):
     assert found["rows"] == [made.tokenizer.decode(row) for row in found["row_ids"]]
     assert found["text"] == " ; ".join(row for row in found["rows"] if row.strip())
     assert found["log_probs"] == [[0, -1], [-2], [-8], [-12, -13]]  # row i begins at time 2 i
-    # Of all that was written, with each row's eos, as that of the empty rows is counted: the model wrote it.
+    # The tokens of all written rows, with each row's eos; the eos of empty rows counts, since the model wrote it.
     ends = [2 * i + len(row) for i, row in enumerate(written)]
     assert found["log_prob"] == -sum(t for i, end in enumerate(ends) for t in range(2 * i, end + 1))
     assert (found["steps"], found["truncated"]) == (17, None)
@@ -130,9 +130,7 @@ def test_a_sequential_answer_keeps_its_text(made, monkeypatch):
 def test_trace_omits_repeated_rows(made):
     """Rows are numbered as in the record; the empty row after them is the next, as without the setting."""
     written = [[A, B], [A, B], [C], [C], []]
-    calls = np.asarray(
-        [[[1, 0, -1, -1, -1], [0, 1, 0, 0, 0]]]
-    )  # drafted tokens of each row in two calls; -1: not asked
+    calls = np.asarray([[[1, 0, -1, -1, -1], [0, 1, 0, 0, 0]]])  # drafted tokens of each row in two calls; -1: no query
     trace = Trace(np.full((1, 2, 5, 1), B), calls, np.maximum(calls, 0), np.maximum(calls, 0) + (calls >= 0))
     found = record(made, Source("x", [1]), "pipelined", decoded(written, trace=trace), 0)
     assert found["row_ids"] == [[A, B], [C]] and found["repeated"] == [1, 3]
@@ -307,7 +305,7 @@ def test_streams_and_running_batches_give_the_records_of_decode(temperature):
         for most in (None, 4)
         for source in given
     ]
-    with engine.scheduler.waiting.lock:  # they come at once: one batch is compiled
+    with engine.scheduler.waiting.lock:  # the requests arrive together: one batch is compiled
         submitted = [engine.submit(request) for request in requests]
     answers = [list(answer.events()) for answer in submitted]
     engine.close(drain=True, seconds=60)

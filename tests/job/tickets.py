@@ -94,7 +94,7 @@ def write_model(directory: Path, texts: list[str]) -> None:
         minloglevel=2,
     )
     (directory / "spiece.vocab").unlink()
-    vocabulary = 320  # the pieces, and T5's 100 sentinels after them
+    vocabulary = 320  # the pieces, and then T5's 100 sentinels
     facts = {"model_type": "t5", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     facts |= {"vocab_size": vocabulary, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     (directory / "config.json").write_text(json.dumps(facts | SIZES))
