@@ -174,9 +174,9 @@ def start(flags: argparse.Namespace) -> int:
             engine.warm_up(length, schemas=not flags.no_schemas)
             then = "sampling and scores" if flags.no_schemas else "sampling, scores and schemas"
             logger.info(
-                f"compiling for prompts of up to {length} tokens, then for {then}: "
-                "requests are answered as soon as their programs are compiled, and /readyz reports when usual requests "
-                "are; --warm-up 0 leaves it to the requests"
+                f"compiling for prompts of up to {length} tokens, then for {then}: a request is answered as soon as "
+                "its programs are compiled, and /readyz reports when the programs of ordinary requests are; with "
+                "--warm-up 0 the first requests start the compilation"
             )
         drain = flags.timeout if flags.drain is None else flags.drain
         shown = not flags.log_json and logger.isEnabledFor(logging.INFO)
@@ -382,7 +382,7 @@ def run(
             if service.is_warm and not is_warm:
                 is_warm = True
                 progress.close()
-                logger.info("ready: usual requests wait for no compiler; lone ones, long answers and schemas follow")
+                logger.info("ready: ordinary requests need no compilation; lone ones, long answers and schemas follow")
             ends = min(ends, time.monotonic() + drain) if service.draining else ends
             if time.monotonic() >= ends:
                 logger.warning(f"{service.active} requests are not finished after {drain:g} s; they get status 503")
