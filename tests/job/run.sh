@@ -17,6 +17,12 @@ pipejax() { "$python" -m pipejax "$@"; }
 step() { current=$*; echo "== $*"; }
 check() { "$python" -c "$@" || { echo "FAILED: $current"; exit 1; }; } # Python that raises is a failure
 says() { grep -q -- "$1" "$2" || { echo "FAILED: $current: found no '$1' in $2:"; tail -20 "$2"; exit 1; }; }
+until_true() { # until_true PID COMMAND ...: waits until the command succeeds, or the process has ended
+    local process=$1
+    shift
+    until "$@" || ! kill -0 "$process" 2>/dev/null; do sleep 0.5; done
+}
+has_checkpoint() { [ -n "$(find runs/tags/checkpoints -maxdepth 1 -name '[0-9]*' 2>/dev/null)" ]; }
 trap 'echo "FAILED: ${current:-start} (line $LINENO); files are in $folder"' ERR
 
 step "the files: a CSV as exports are, an archive in Parquet with nulls, a T5 of random weights"
@@ -56,10 +62,7 @@ says "tickets.csv:42" refused.log
 step "train: interrupted after a checkpoint, and it goes on with the file at another place"
 "$python" -m pipejax "${train[@]}" --set data.train=tickets.csv --skip-bad >train.log 2>&1 &
 job=$!
-for _ in $(seq 240); do
-    if [ -n "$(find runs/tags/checkpoints -maxdepth 1 -name '[0-9]*' 2>/dev/null)" ]; then break; fi
-    sleep 0.5
-done
+until_true $job has_checkpoint
 kill -TERM $job # bash has background jobs ignore Ctrl-C's signal
 status=0
 wait $job || status=$?
@@ -91,7 +94,7 @@ step "serve: the template is filled from an object"
 "$python" -m pipejax serve --checkpoint runs/tags --best --port 0 --warm-up 0 2>serve.log &
 server=$!
 trap 'kill $server 2>/dev/null || true' EXIT
-for _ in $(seq 240); do if grep -q "serving .* at" serve.log; then break; fi; sleep 0.5; done
+until_true $server grep -q "serving .* at" serve.log
 url=$(sed -n 's/.*serving .* at //p' serve.log)
 URL=$url check '
 import json, os, urllib.request, pipejax
