@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def peft() -> Any:
-    """PEFT, which the first test that calls this imports: the import takes seconds."""
+    """Imports PEFT for the first test that needs it, since the import takes seconds."""
     return pytest.importorskip("peft")
 
 
@@ -59,7 +59,7 @@ def whole(base: Path) -> Any:
 
 
 def adapt(base: Path, out: Path, settings: dict[str, Any], **saving: Any) -> np.ndarray:
-    """Trains an adapter by PEFT for some updates, saves it and gives its logits."""
+    """Trains an adapter by PEFT for some updates, saves it, and returns its logits."""
     torch.manual_seed(1)
     model = peft().get_peft_model(whole(base), peft().LoraConfig(task_type="SEQ_2_SEQ_LM", **settings))
     optimizer = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], 0.05)

@@ -30,7 +30,7 @@ CLASS = "support.foreign_auxiliary:Even"
 
 
 def config_of(base: Path, **train: Any) -> Config:
-    """The config of a training of `Even` beside a checkpoint."""
+    """The config of a training of `Even` with a checkpoint."""
     settings = {"init_from": str(base), "freeze": "backbone", "steps": 4, "evaluate_every": 4, "learning_rate": 0.05}
     config = change(RUN_ON_ONE, train={**settings, "checkpoint_every": 2, "warmup_steps": 1, **train})
     return dataclasses.replace(config, auxiliary=Even())
@@ -51,7 +51,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(base: Path) -> Path:
-    """A run that trained `Even` beside the checkpoint."""
+    """A run that trained `Even` with the checkpoint."""
     place = base.parent / "even"
     assert fit(config_of(base), place) == 0
     return place

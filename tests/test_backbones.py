@@ -64,7 +64,7 @@ def sources(count: int, vocabulary: int = FEW_WORDS.vocab_size) -> list[list[int
 
 
 class TeacherForced:
-    """For `oracle.algorithm1`: the greedy choice of a module that is given all rows anew at every step."""
+    """The greedy choices of a module for `oracle.algorithm1`, from all rows again at every step."""
 
     def __init__(self, model: Any, params: Any, delay: int) -> None:
         self.delay, self.margin = delay, np.inf
@@ -112,7 +112,7 @@ ORIGINAL = t5.DecoderLayer.__call__
 def check_answers(
     generator: Generator, forced: TeacherForced, given: list[list[int]], strategy: str, *, briefly: bool = False
 ) -> None:
-    """Alone and in batches, with drafts and without, and in a batch whose examples come and go; briefly: in batches."""
+    """Compares answers alone, in batches with and without drafts, and in a running batch; briefly: only in batches."""
     expected = [forced.rows(source, strategy) for source in given]
     sure = []
     for source in given:
@@ -233,7 +233,7 @@ def test_opening_a_run_imports_no_backbone(page, tmp_path, monkeypatch, capsys):
 
 
 class FlaxFeedForward(layers.FeedForward):
-    """One made of Flax's own layers, which read neither scales nor factors."""
+    """A feed-forward layer of Flax's layers, which read neither scales nor factors."""
 
     @nn.compact
     def __call__(self, x, deterministic):
@@ -276,7 +276,7 @@ class GatedT5(t5.T5):
 
 @dataclasses.dataclass(frozen=True)
 class GatedConfig(T5Config):
-    """It names its new parameters, or not yet."""
+    """A config with or without names for its new parameters."""
 
     named: bool = True
     sharding = (*T5Config.sharding, (r".*/gate", ()))
@@ -359,36 +359,36 @@ class Named(T5Config):
 
 
 class Inherits(T5Config):
-    """It says nothing."""
+    """A config without names."""
 
 
 class Adds(T5Config):
-    """It says one more fact, and no name."""
+    """A config with an additional fact, and without names."""
 
     def facts(self) -> dict[str, object]:
         return super().facts() | {"slope": 2}
 
 
 class Contradicts(Named):
-    """It says two names."""
+    """A config with contradictory names."""
 
     def facts(self) -> dict[str, object]:
         return super().facts() | {"model_type": "other"}
 
 
 class Grandchild(Named):
-    """Its parent says the name."""
+    """A config whose parent has the names."""
 
 
 class Prefixed(Named):
-    """Its names begin as BART's do."""
+    """A config whose names begin like BART's."""
 
     def tensors(self) -> dict[str, tuple[str, str]]:
         return {path: (f"model.{name}", axes) for path, (name, axes) in super().tensors().items()}
 
 
 class Twice(Named):
-    """Two of its parameters have one name, as shared norms would."""
+    """A config in which two parameters have one name, like shared norms."""
 
     def tensors(self) -> dict[str, tuple[str, str]]:
         table = super().tensors()
@@ -420,7 +420,7 @@ def test_backbone_with_model_type_round_trips(kind, model, tmp_path):
 
 
 def rewritten(directory: Path, change: Any) -> None:
-    """Changes the names of its tensors; without one they are left out."""
+    """Changes the names of tensors; tensors without a new name are left out."""
     file = directory / "model.safetensors"
     tensors = {new: x for name, x in load_file(file).items() if (new := change(name))}
     save_file(tensors, file, metadata={"format": "pt"})
@@ -458,7 +458,7 @@ def test_two_parameters_of_one_name_are_refused(tmp_path):
 
 
 class Divided(layers.Attention):
-    """It divides by the root of a head's width."""
+    """An attention that divides by the root of a head's width."""
 
     def attend(self, x, normed, keys, values, bias, deterministic):
         keys = keys * jnp.asarray(self.config.d_kv, keys.dtype) ** -0.5
@@ -518,7 +518,7 @@ def test_an_attention_of_another_class_is_in_all_layers(decoded):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch) -> Any:
-    """The class of the page's example, from a file as the page tells."""
+    """The class of the page's example, in a file as on the page."""
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "backbones.md").read_text(), re.DOTALL)[0]
     assert len(code.splitlines()) <= 80
     (tmp_path / "linear.py").write_text(code)

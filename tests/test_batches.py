@@ -20,7 +20,7 @@ DRAW = change(CONFIG, train={"batch_size": 6, "length_group": 8})
 
 
 def of_length(*words):
-    """Examples with sources of so many words."""
+    """Examples whose sources have given numbers of words."""
     return [Example(str(n), " ".join(["apples"] * n), ("apples",)) for n in words]
 
 

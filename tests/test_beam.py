@@ -51,7 +51,7 @@ def in_torch(tmp_path):
 
 
 def generate(model, texts, **settings):
-    """What transformers finds after bos, and how often it asks the decoder."""
+    """The tokens of transformers after bos, and the number of decoder calls."""
     source, length = padded(texts)
     mask, calls = np.arange(source.shape[1]) < length[:, None], []
     hook = model.decoder.register_forward_hook(lambda *_: calls.append(1))
@@ -62,7 +62,7 @@ def generate(model, texts, **settings):
 
 
 def until_eos(tokens):
-    """The tokens before eos, and what cut them off."""
+    """The tokens before eos, and the reason for truncation."""
     return (tokens[: tokens.index(1)], None) if 1 in tokens else (tokens, "max_length")
 
 

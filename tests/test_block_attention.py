@@ -66,7 +66,7 @@ def decoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, S
 
 
 def across(rng: np.random.Generator, batch: int, queries: int, keys: int) -> tuple[Slots, Slots, np.ndarray | None]:
-    """Slots that look at the sources of their own examples; there is none for some."""
+    """Slots that see the sources of their own examples; some examples have no source."""
     of_queries, of_keys = (
         np.sort(rng.integers(0, count, (batch, n)), axis=1) for n, count in ((queries, 4), (keys, 3))
     )
@@ -212,10 +212,7 @@ def test_large_scores_stay_finite() -> None:
 
 
 def differences(number: int) -> tuple[list[float], float]:
-    """Of a random case, and what they had better stay below. Ten cases each have their sizes in common: one program.
-
-    Most are small.
-    """
+    """The differences of a random case, and their bounds. Ten cases each share their sizes, and one program."""
     rng, half = np.random.default_rng(number // 10), number // 10 % 5 == 4
     length, queries, batch = int(700 ** rng.random()), int(200 ** rng.random()), int(rng.integers(1, 4))
     width, rate = int(rng.choice([32, 64, 128])), float(rng.choice([0.0, 0.1]))
@@ -356,7 +353,7 @@ def test_stock_t5_uses_block_attention_on_a_gpu() -> None:
 
 
 class Foreign(T5Config):
-    """A subclass that says nothing of its attention."""
+    """A subclass without any declaration about its attention."""
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ EOS = 1
 
 
 def branching_params(model: T5Config, rng: np.random.Generator, bias: float) -> dict[str, Any]:
-    """Random parameters whose logits have the mean -bias, about: the first hidden state is positive for every token."""
+    """Random parameters whose logits have about the mean -bias: the first hidden state is positive for all tokens."""
     params = oracle.random_params(model, rng, eos_scale=1.5)
     params["shared"]["embedding"][:, 0] = 3.0
     params["decoder"]["norm"]["scale"][0] = 1.0
@@ -61,7 +61,7 @@ def logits_after(params: Any, model: T5Config, encoded: np.ndarray) -> Callable[
 def branch(
     logits: Callable[[Sequence[int]], np.ndarray], strategy: Branches
 ) -> tuple[list[list[int]], int, str | None, float]:
-    """Algorithm 1 of the paper: phrases, the best first; steps; the limit; the smallest margin of a decision."""
+    """Algorithm 1 of the paper: sorted phrases, steps, whether the limit was reached, and the smallest margin."""
     going: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     ended: list[tuple[float, tuple[int, ...]]] = []
     steps, cut, margins = 0, False, [np.inf]

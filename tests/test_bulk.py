@@ -50,7 +50,7 @@ def lines_of(values: Sequence[Any]) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Iterator[Path]:
-    """A checkpoint that is opened once for each set of overrides: what workers share here is what they compile."""
+    """A checkpoint that is opened once for each set of overrides, so that workers share compiled programs."""
     path = tmp_path_factory.mktemp("bulk") / "run"
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(314))
     checkpoint.save_params(path, tiny.RUN, params, tokenizer_source=tokenizer_files)
@@ -108,14 +108,14 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def decoded(trained: Path, source: str, *overrides: str, skip_bad: bool = False) -> bytes:
-    """What pipejax decode writes."""
+    """The output of pipejax decode."""
     opened = loading.load(str(trained), best=False, overrides=overrides)
     records.decode_file(opened, source, "expected", method=None, batch_size=None, skip_bad=skip_bad)
     return Path("expected").read_bytes()
 
 
 def content() -> bytes:
-    """The shards in the order of their names, none of them unfinished."""
+    """The content of shards in the order of their names; none may be unfinished."""
     paths = sorted(Path("out/shards").iterdir())
     assert all(path.suffix == ".jsonl" and not path.name.startswith(".") for path in paths)
     return b"".join(path.read_bytes() for path in paths)

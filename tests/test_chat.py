@@ -332,7 +332,7 @@ def odd(rng: np.random.Generator) -> Any:
 
 
 def replace(value: Any, rng: np.random.Generator) -> Any:
-    """The value with something odd in the place of a part of it."""
+    """The value with an odd part."""
     if isinstance(value, dict) and value and rng.integers(5):
         key = [*value][rng.integers(len(value))]
         rest = {other: part for other, part in value.items() if other != key}
@@ -344,7 +344,7 @@ def replace(value: Any, rng: np.random.Generator) -> Any:
 
 
 def spoil(body: bytes, rng: np.random.Generator) -> bytes:
-    """The bytes broken off, changed, in another encoding, or in too many lists; most of the time as they are."""
+    """The bytes, often truncated, changed, in another encoding, or in too many lists."""
     match rng.integers(12):
         case 0:
             return body[: rng.integers(len(body))]

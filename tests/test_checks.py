@@ -91,7 +91,7 @@ def without_last_end(flat: grid.Flat) -> grid.Flat:
 
 
 def with_last_slot(flat: grid.Flat) -> grid.Flat:
-    """The last slot is learned, also where a row was cut."""
+    """The last slot is learned, also if a row was cut."""
     return flat._replace(weights=np.append(flat.weights[:-1], np.float32(1)))
 
 

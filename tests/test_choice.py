@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def queries_at(row, time):
-    """The queries of a step of as many examples with one query each."""
+    """The queries of a step, one for each example."""
     row, time = (jnp.asarray(x, jnp.int32)[:, None] for x in (row, time))
     step = Step(row[:, 0], None, None, None, None, None, row, time, None, None)
     return Queries(step, find_rows=lambda: pytest.fail("no rule reads rows"))
@@ -44,7 +44,7 @@ def drawn(logits, options):
 
 
 def generated(logits, temperature, top_k, top_p, min_p):
-    """The scores from which transformers' `generate` samples; its warpers are in its order."""
+    """The scores from which transformers' `generate` samples, with its warpers in its order."""
     scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores

@@ -174,7 +174,7 @@ def test_record_without_columns_is_refused(record: dict[str, Any], line: str) ->
 
 @pytest.fixture(scope="module", params=["pipelined", "sequential"])
 def run(request: Any, tmp_path_factory: pytest.TempPathFactory, compiled_once: None) -> Path:
-    """A run on a table, by either decoder."""
+    """A run on a table, with either decoder."""
     directory = tmp_path_factory.mktemp("columns")
     table, tokenizer = write(directory / "a.csv"), tokenizer_in(directory / "tokenizer")
     config = change(

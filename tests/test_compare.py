@@ -71,7 +71,7 @@ def test_blocks_are_whole_batches(count: int, batch: int) -> None:
 
 
 class Scripted:
-    """A generator whose answers and seconds are in a table; `calls` lists who decoded what."""
+    """A generator whose answers and seconds are in a table; `calls` lists the calls of all generators."""
 
     default_method = "pipelined"
     programs = None

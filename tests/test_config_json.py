@@ -66,7 +66,7 @@ LEGACY = {
 
 
 def config_of(kind: str, facts: Facts) -> Any:
-    """The config that transformers makes of a file."""
+    """The config of transformers for a file."""
     given = {key: value for key, value in copy.deepcopy(facts).items() if key != "model_type"}
     if kind == "t5gemma2":
         given["encoder"] = {"vision_config": VISION, "mm_tokens_per_image": 4} | (given.get("encoder") or {})
@@ -74,7 +74,7 @@ def config_of(kind: str, facts: Facts) -> Any:
 
 
 def stack_of(config: Any, *, is_capped: bool) -> GemmaStack:
-    """A side of a T5Gemma, by its config in transformers."""
+    """A side of a T5Gemma from its config in transformers."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     values = {key: getattr(config, key) for key in (*names, "query_pre_attn_scalar", "sliding_window")}
     full, rope = config.layer_types, config.rope_parameters
@@ -247,7 +247,7 @@ def check_read(kind: str, facts: Facts) -> str:
 
 
 def failures(kind: str, files: Mapping[str, Facts], refused: str = "") -> list[str]:
-    """Returns a line for each file that is read otherwise than by transformers, or refused with another beginning."""
+    """Returns a line for each file that is read differently from transformers, or refused with another message."""
     found = []
     for name, facts in files.items():
         try:
@@ -290,7 +290,7 @@ def test_defaults_equal_config_class(name: str) -> None:
 
 
 class Watched(dict[str, Any]):
-    """An object of config.json that knows which of its keys were read."""
+    """An object of config.json that records which of its keys were read."""
 
     def __init__(self, facts: Mapping[str, Any], read: set[str], where: str = "") -> None:
         inner = {key: Watched(x, read, f"{where}{key}.") if isinstance(x, dict) else x for key, x in facts.items()}
@@ -519,7 +519,7 @@ FIXED = LARGE | EQUAL | NEEDED | {"encoder", "decoder", "text_config", "vision_c
 
 
 def respelt(part: Facts, rng: np.random.Generator) -> None:
-    """An object of config.json with some keys as older releases write them."""
+    """An object of config.json with some keys in the spelling of older releases."""
     for key, other in (("d_model", "hidden_size"), ("d_kv", "head_dim"), ("num_heads", "num_attention_heads")):
         if key in part and rng.random() < 0.2:
             part[other] = part.pop(key)
@@ -574,7 +574,7 @@ def mutated(kind: str, facts: Facts, rng: np.random.Generator) -> Facts:
 
 
 def randomize(model: Any, *, centered: bool, rng: np.random.Generator) -> None:
-    """Weights with which greedy answers vary; `centered`: of norms that multiply by 1 + weight."""
+    """Sets weights for varied greedy answers; `centered`: whether norms multiply by 1 + weight."""
     for name, weight in model.named_parameters():
         if weight.ndim > 2 or "vision" in name:
             continue
@@ -589,7 +589,7 @@ def randomize(model: Any, *, centered: bool, rng: np.random.Generator) -> None:
 
 
 def saved(kind: str, place: Path, rng: np.random.Generator) -> None:
-    """A model of transformers with random weights, and a config.json that is not as `save_pretrained` writes it."""
+    """A model of transformers with random weights, and a config.json that differs from `save_pretrained`'s."""
     facts = mutated(kind, draw(kind, rng), rng)
     config = config_of(kind, facts)
     model = transformers.AutoModelForSeq2SeqLM.from_config(config)
@@ -609,7 +609,7 @@ def saved(kind: str, place: Path, rng: np.random.Generator) -> None:
 
 
 def of_transformers(place: Path, model: Any) -> Any:
-    """The model, as transformers loads it, which must find all tensors; `generate` takes the ids of its config."""
+    """The model, loaded by transformers with all tensors; `generate` uses the ids of its config."""
     torchs, found = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         place, output_loading_info=True, attn_implementation="eager"
     )
@@ -653,7 +653,7 @@ def check_case(kind: str, seed: int, place: Path, *, decodes: bool) -> None:
 
 
 def check_there_and_back(kind: str, place: Path, model: Any, params: Any, torchs: Any) -> None:
-    """Compares the tensors bit by bit, and the meaning of config.json for transformers and pipejax."""
+    """Compares tensors bit by bit, and the meaning of config.json for transformers and pipejax."""
     write_hf(model, params, place / "back", None)
     there, back = (load_file(place / name / "model.safetensors") for name in ("there", "back"))
     left = {name for name in there if ".vision_tower." in name or ".multi_modal_projector." in name}

@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def decoded(token: int = 5, garbage: int = 0, **fields: Any) -> Decoded:
-    """Two rows, of two tokens and of none."""
+    """Two rows, one of two tokens and one empty."""
     tokens = [[[token, 6, garbage], [garbage] * 3]]
     own: dict[str, Any] = {"tokens": tokens, "lengths": [[2, 0]], "steps": [4], "truncated": [0]} | fields
     arrays: dict[str, Any] = {name: np.asarray(value) for name, value in own.items()}
@@ -47,7 +47,7 @@ def decoded(token: int = 5, garbage: int = 0, **fields: Any) -> Decoded:
 
 
 class Device:
-    """Decodes in each configuration in a given time; counts the decodes."""
+    """A device that decodes in a given time for each configuration, and counts the decodes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **milliseconds: float) -> None:
         self.times = milliseconds
@@ -215,7 +215,7 @@ def generator(**options: Any) -> Generator:
 
 @pytest.fixture
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU decodes as a GPU does, in caches that grow."""
+    """Makes the CPU decode as a GPU does, in caches that grow."""
     monkeypatch.setattr(programs, "SLOTS", (16, 24, 4000))
     monkeypatch.setattr(programs, "QUERY_COUNTS", ())
     monkeypatch.setitem(programs.ITERATION_STEPS, "cpu", 3)

@@ -49,7 +49,7 @@ def post(*headers: str, path: str = PATH) -> bytes:
 
 
 def chunks(body: bytes, size: int) -> bytes:
-    """The body in chunks of so many bytes."""
+    """The body in chunks of `size` bytes."""
     parts = (body[i : i + size] for i in range(0, len(body), size))
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
 

@@ -33,14 +33,14 @@ IDS = Ids(0, 1)
 
 
 def broken(base: type[Uneven] = Uneven, method: dict[str, Any] | None = None, **steps: Any) -> Any:
-    """A method with other parts, and with a strategy that has others."""
+    """A method with other parts, and a strategy with other parts."""
     own = type("Steps", (Lines,), steps)
     return type("Broken", (base,), {"name": "broken", "steps": own, **(method or {})})()
 
 
 @contextlib.contextmanager
 def refused(line: str) -> Iterator[None]:
-    """Refused by one line that begins so. JAX adds notes to exceptions while it traces; users do not see them."""
+    """A context that must be refused by one line with a given beginning. Notes of JAX on exceptions are ignored."""
     with pytest.raises(UserError) as caught:
         yield
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value), str(caught.value)
@@ -51,7 +51,7 @@ def refused(line: str) -> Iterator[None]:
 
 @flax.struct.dataclass
 class Shared:
-    """A state with a number that all examples share."""
+    """A state with a scalar that all examples share."""
 
     inner: Any
     clock: jax.Array
@@ -62,7 +62,7 @@ def at_times(times: int) -> Any:
 
 
 def turned(self: Lines, state: Any) -> Decoded:
-    """Tokens of each row from the last to the first."""
+    """The tokens of each row in reverse order."""
     found = Lines.result(self, state)
     last, column = found.lengths[:, :, None] - 1, jnp.arange(self.width)
     place = jnp.where(column <= last, last - column, 0)
@@ -70,14 +70,14 @@ def turned(self: Lines, state: Any) -> Decoded:
 
 
 def settling(self: Lines, state: Any) -> Decoded:
-    """Tokens of each row from the last to the first until all are there."""
+    """The tokens of each row in reverse order until the answer is complete."""
     found = Lines.result(self, state)
     is_done = Lines.done(self, state)[:, None, None]
     return dataclasses.replace(found, tokens=jnp.where(is_done, found.tokens, turned(self, state).tokens))
 
 
 def turned_once_ended(self: Lines, state: Any) -> Decoded:
-    """Tokens of each row that has ended from the last to the first."""
+    """The tokens of each ended row in reverse order."""
     found = Lines.result(self, state)
     tokens = jnp.where(state.ended[:, :, None], turned(self, state).tokens, found.tokens)
     return dataclasses.replace(found, tokens=tokens)
@@ -96,7 +96,7 @@ def shifted(self: Lines, state: Any) -> Decoded:
 
 
 def first_two(self: Lines, state: Any) -> Decoded:
-    """Fewer rows than there are."""
+    """The first two rows only."""
     found: Decoded = jax.tree.map(lambda x: x[:, :2] if x.ndim > 1 else x, Lines.result(self, state))
     return found
 
@@ -117,7 +117,7 @@ def with_query(**arrays: Any) -> Any:
 
 
 def forgets(self: Lines, state: Any, answers: Any) -> Any:
-    """Its count becomes a number with a point."""
+    """The count of a state becomes a floating-point number."""
     found = Lines.advance(self, state, answers)
     return dataclasses.replace(found, count=found.count.astype(jnp.float32))
 
@@ -321,7 +321,7 @@ def test_built_in_strategies_skip_the_dry_run() -> None:
 
 
 class Longer(Pipelined):
-    """Algorithm 1 with one more rule."""
+    """Algorithm 1 with an additional rule."""
 
     def advance(self, state: Any, next_tokens: Any) -> Any:
         return super().advance(state, next_tokens)
@@ -444,7 +444,7 @@ def test_unread_settings_of_a_call_are_logged(
 
 
 class LateTime(Uneven):
-    """Its second row is learned a time-step later than it is decoded."""
+    """A method whose second row is trained one time-step later than it is decoded."""
 
     def target(self, *given: Any, **more: Any) -> Target:
         found = super().target(*given, **more)
@@ -452,7 +452,7 @@ class LateTime(Uneven):
 
 
 class OtherBlank(Pairs):
-    """It learns another placeholder than it is decoded with."""
+    """A method that is trained with another placeholder than it is decoded with."""
 
     def target(self, *given: Any, **more: Any) -> Target:
         found = super().target(*given, **more)
@@ -461,7 +461,7 @@ class OtherBlank(Pairs):
 
 
 class NoBlank(Pairs):
-    """Its layout lacks the placeholder after an end, which later rows see."""
+    """A method whose layout lacks the placeholder after an end, which later rows see."""
 
     def target(self, *given: Any, **more: Any) -> Target:
         found = super().target(*given, **more)
@@ -470,14 +470,14 @@ class NoBlank(Pairs):
 
 
 class Turned(Backwards):
-    """It reads its rows as they lie on the grid."""
+    """A method that reads its rows in the order of the grid."""
 
     def order(self, lengths: Any) -> list[int]:
         return Uneven.order(self, lengths)
 
 
 class Twice(Uneven):
-    """Two slots of its layout have one place."""
+    """A method whose layout has two slots at one place."""
 
     def target(self, *given: Any, **more: Any) -> Target:
         found = super().target(*given, **more)
@@ -485,7 +485,7 @@ class Twice(Uneven):
 
 
 class Cut(Uneven):
-    """It never lays out a whole target."""
+    """A method that never lays out a whole target."""
 
     def target(self, *given: Any, **more: Any) -> Target:
         return super().target(*given, **more)._replace(was_cut=True)
@@ -521,7 +521,7 @@ def params() -> Any:
 
 
 def written(method: Uneven, params: Any, source: list[int]) -> tuple[list[list[int]], list[list[float]], int]:
-    """Rows as they are decoded, log-probabilities with those of their ends, and steps: all in plain Python."""
+    """Rows, log-probabilities including the ends, and steps of a decode, in plain Python."""
     encoded, rows = oracle.encode(params, FEW_WORDS, source), [list[int]() for _ in method.starts]
     probs, cells, fed, step = [list[float]() for _ in rows], list[tuple[int, int]](), list[int](), 0
     while any(len(row) < method.width and 1 not in row for row in rows):
@@ -583,28 +583,28 @@ def test_answer_that_differs_from_its_recomputation_raises_one_line(monkeypatch:
 
 
 class Absolute(t5.Decoder):
-    """Its bias knows where a query stands."""
+    """A backbone whose bias depends on the absolute place of a query."""
 
     def bias(self, mask: Any, query: Any, key: Any) -> Any:
         return super().bias(mask, query, key) * (1 + 0.1 * query[:, None, :, None])
 
 
 class Counting(t5.Decoder):
-    """Its bias knows the order of slots."""
+    """A backbone whose bias depends on the order of slots."""
 
     def bias(self, mask: Any, query: Any, key: Any) -> Any:
         return super().bias(mask, query, key) + 0.5 * jnp.arange(mask.shape[2])
 
 
 class Seeing(t5.Decoder):
-    """It sees slots that are hidden."""
+    """A backbone that sees hidden slots."""
 
     def bias(self, mask: Any, query: Any, key: Any) -> Any:
         return jnp.maximum(super().bias(mask, query, key), -1.0)
 
 
 class Leaking(t5.Decoder):
-    """Its steps see slots that are hidden, which training does not have."""
+    """A backbone whose steps see hidden slots, which training does not see."""
 
     def step(self, *given: Any) -> Any:
         found, caches = super().step(*given)
@@ -612,14 +612,14 @@ class Leaking(t5.Decoder):
 
 
 class Keeping(t5.Decoder):
-    """Its steps see what the next slots had before, which is zero unless a step was undone."""
+    """A backbone whose steps see the former content of the next slots, which is zero unless a step was undone."""
 
     def step(self, *given: Any) -> Any:
         found, caches = super().step(*given)
         return found + self.left(*given), caches
 
     def left(self, x: Any, *given: Any) -> Any:
-        """The sum of the keys in the slots that this step writes, before it does."""
+        """The sum of the keys in the slots that this step will write."""
         caches, start = given[4:]
         place = start[:, None] + jnp.arange(x.shape[1])
         keys = jnp.take_along_axis(caches[0][0], place[:, None, :, None], axis=2)
@@ -627,14 +627,14 @@ class Keeping(t5.Decoder):
 
 
 class Padded(t5.Encoder):
-    """It sees padding."""
+    """A backbone that sees padding."""
 
     def __call__(self, x: Any, mask: Any, deterministic: bool) -> Any:
         return super().__call__(x, mask | True, deterministic)
 
 
 class Forgetful(t5.DecoderLayer):
-    """A step adds something that training does not."""
+    """A backbone whose steps add something that training does not."""
 
     def __call__(self, x: Any, cache: Any, *given: Any) -> Any:
         found, cache = super().__call__(x, cache, *given)
@@ -699,7 +699,7 @@ def test_backbone_that_reads_hidden_tokens_raises_one_line(made: Any, rule: str,
 
 
 class Louder(t5.Decoder):
-    """Its bias is twice as large; attention in blocks is told so."""
+    """A backbone with a bias that is twice as large, also for attention in blocks."""
 
     def bias(self, mask: Any, query: Any, key: Any) -> Any:
         return jnp.where(mask[:, None], 2 * self.relative_bias(query, key), t5.MASKED)

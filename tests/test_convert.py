@@ -55,7 +55,7 @@ def new_model(*, model_type: str = "t5", own_head: bool = False, **settings: Any
 
 
 def save(model: Any, directory: Path, **options: Any) -> Path:
-    """By save_pretrained, with a separate head if the model has one."""
+    """Saves by save_pretrained, with a separate head if the model has one."""
     if model.lm_head.weight is not model.shared.weight:
         model.all_tied_weights_keys.pop("lm_head.weight", None)
     model.save_pretrained(directory, **options)
@@ -63,7 +63,7 @@ def save(model: Any, directory: Path, **options: Any) -> Path:
 
 
 def load(directory: Path) -> Any:
-    """By transformers, which must find exactly the tensors that it wants."""
+    """Loads by transformers, which must find exactly its tensors."""
     model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -80,7 +80,7 @@ def tensors_of(directory: Path) -> dict[str, np.ndarray]:
 
 
 def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Same paths, same bits."""
+    """Whether paths and bits are equal."""
     one, two = flatten_dict(found), flatten_dict(expected)
     return one.keys() == two.keys() and all(
         one[path].dtype == two[path].dtype and np.array_equal(one[path], two[path]) for path in one
@@ -110,7 +110,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture
 def source(models: Models, tmp_path: Path) -> Path:
-    """A v1.1 directory for one test."""
+    """A v1.1 directory for a single test."""
     return Path(shutil.copytree(models["t5 v1.1"][1], tmp_path / "source"))
 
 

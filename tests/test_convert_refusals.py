@@ -46,7 +46,7 @@ def random_params() -> dict[str, Any]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A v1.1 directory, faultless."""
+    """A valid v1.1 directory."""
     huggingface.write_hf(CONFIG, random_params(), tmp_path / "source", None)
     return tmp_path / "source"
 
@@ -93,7 +93,7 @@ def rename(name: str) -> Callable[[Path], Any]:
 
 
 def shards(**changes: str) -> Callable[[Path], None]:
-    """The tensors in one shard, and an index with changes."""
+    """Writes the tensors to one shard, and an index with changes."""
 
     def change(directory: Path) -> None:
         names = load_file(directory / "model.safetensors")

@@ -26,7 +26,7 @@ SOURCES = [[3, 4, 5, 1], [7, 1]]
 
 @pytest.fixture
 def there(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hugging Face directory, and a cache of this test's own."""
+    """A Hugging Face directory, and a separate cache for each test."""
     monkeypatch.setenv("PIPEJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")
     write_hf(tiny.MODEL, PARAMS, tmp_path / "some-t5", tokenizer_files)
@@ -34,7 +34,7 @@ def there(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The conversions from now on."""
+    """A list of all conversions from now on."""
     made: list[Any] = []
 
     def count(source: Any, out: Any) -> None:
@@ -65,7 +65,7 @@ def test_a_directory_is_converted_once(
 
 
 def flip(file: Path, place: int = -1) -> None:
-    """Changes one bit of a file, and neither its size nor its time."""
+    """Changes one bit of a file, but neither its size nor its time."""
     with kept_time(file):
         content = bytearray(file.read_bytes())
         content[place] ^= 1
@@ -81,7 +81,7 @@ def kept_time(file: Path) -> Iterator[None]:
 
 
 def shards(directory: Path) -> Path:
-    """Puts the weights into a file that an index names."""
+    """Moves the weights to a file that an index names."""
     (directory / "model.safetensors").rename(directory / "other.name")
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "other.name"}}')
     return directory / "other.name"
@@ -92,7 +92,7 @@ def torchs(directory: Path) -> Path:
 
 
 def adapter(directory: Path) -> Path:
-    """Makes an adapter of the directory, beside its base; the weights of the base."""
+    """Writes an adapter of the directory and its base; returns the weights of the base."""
     shutil.copytree(directory, base := directory.with_name("base"))
     (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')

@@ -125,7 +125,7 @@ def decode_stretch(strategy, carry, sizes, slots):
 
 
 def small_steps(config, strategy, batch):
-    """In sizes that these small grids run through."""
+    """Sets sizes of caches that these small grids exceed."""
     return compiled(config, strategy, Sizes.fit(strategy, batch, query_counts=(batch + 2,), slots=(9,)))
 
 

@@ -44,7 +44,7 @@ def vector(width: int, seed: int = 3) -> np.ndarray:
 
 
 def check_outputs(backend: Any) -> None:
-    """Compares the outputs of the encoder at the tokens of each source, of several lengths, with NumPy."""
+    """Compares the encoder's outputs for sources of several lengths with NumPy."""
     rng = np.random.default_rng(2)
     params, texts = oracle.random_params(IN_BLOCKS, rng), sources(rng, 5, IN_BLOCKS.vocab_size)
     model, given = IN_BLOCKS.module(), [jnp.asarray(x) for x in padded(texts)]
@@ -114,14 +114,14 @@ def test_new_weights_keep_the_parameters_of_the_drafter() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Ranked):
-    """A `Ranked` that keeps a number for each token of the source."""
+    """A `Ranked` with a number for each token of the source."""
 
     def read(self, source: Any) -> jax.Array:
         """i32 [B, L], the ids of the source."""
         return source.ids
 
     def widen(self, source: Any, slots: int) -> jax.Array:
-        """The ids, padded."""
+        """Pads the ids."""
         return jnp.pad(source.memory, ((0, 0), (0, slots - source.memory.shape[1])))
 
     def init(self, source: Any, rows: int) -> Any:
@@ -158,7 +158,7 @@ def test_a_drafter_that_reads_the_encoder_is_warmed_up() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Again(Jacobi):
-    """Drafts the token with the highest logit of the outputs of the decoder, which is the newest token."""
+    """Drafts the token with the highest logit by the decoder's outputs, which is the newest token."""
 
     odds: tuple[float, ...] = (0.98,)
     wants: ClassVar[frozenset[str]] = frozenset({"parameters", "hidden"})
@@ -170,7 +170,7 @@ class Again(Jacobi):
 
 
 def check_hidden(backend: Any) -> None:
-    """In a batch, after accepted and rejected drafts: the drafted token is always the newest token of its row."""
+    """Checks in a batch, after accepted and rejected drafts, that the drafted token is the newest token of its row."""
     config = Config(
         model=IN_BLOCKS,
         grid=GridConfig(delay=1, time_max=12, sub_max=3),
@@ -222,7 +222,7 @@ def test_check_drafter_accepts_drafters_with_parameters(drafter: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Wild(Jacobi):
-    """Drafts numbers that are no token ids, of any count and trust."""
+    """Drafts numbers that are no token ids, in any number and with any trust."""
 
     def propose(self, state: Any, written: Any, most: int) -> Any:
         state, draft = super().propose(state, written, most)
@@ -308,7 +308,7 @@ def test_drafter_that_breaks_a_rule_raises_one_line(drafter: Any, place: str, fo
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A checkpoint of random weights, beside a directory with a vector."""
+    """A checkpoint of random weights, and a directory with a vector."""
     config = Config(
         model=MORE_WORDS,
         grid=GridConfig(delay=2, time_max=14, sub_max=4),
@@ -386,7 +386,7 @@ def test_names_of_drafters_that_cannot_be_used_raise_one_line(run: Path) -> None
 
 @pytest.fixture
 def named(run: Path) -> Path:
-    """A run whose config names a drafter of a module beside the run."""
+    """A run whose config names a drafter, with its module in the same folder."""
     config = config_lib.load(run / "config.json")
     config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, draft="user_drafter:AsSource"))
     checkpoint.save_params(run.parent / "named", config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)))

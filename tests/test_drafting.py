@@ -246,7 +246,10 @@ DRAFTERS = (FromSource(), Jacobi(), FromModel(least=0.2))
 
 
 def marks(setting, drafter):
-    """None is quick: a T5 drafts below, `FromSource` on the way of `wavefront`, Jacobi in `test_unique_rows.py`."""
+    """The marks of slow cases.
+
+    The quick tests of each drafter are below, in `wavefront` and in `test_unique_rows.py`.
+    """
     return pytest.mark.slow if (setting, drafter) == (SETTINGS[0], FromSource()) else pytest.mark.long
 
 
@@ -309,7 +312,7 @@ def test_drafted_answers_equal_undrafted_answers(setting, drafter):
 
 
 def resembling(params, rng, noise):
-    """Parameters that are so far from these: with much noise of the size that each has, another model's."""
+    """Parameters with noise relative to each parameter's size; with much noise they are another model's."""
     return jax.tree.map(lambda x: (x + noise * x.std() * rng.standard_normal(x.shape)).astype(np.float32), params)
 
 

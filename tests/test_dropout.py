@@ -24,7 +24,7 @@ def masks(count, shape, rate):
 
 
 def independent(a, b):
-    """Whether two masks correlate no more than chance has it, to five standard deviations."""
+    """Whether the correlation of two masks is at most five standard deviations of chance."""
     a, b = (x.astype(np.float64).ravel() - x.mean() for x in (a, b))
     return abs((a * b).mean() / (a.std() * b.std())) < 5 / np.sqrt(a.size)
 
@@ -175,7 +175,7 @@ def demo_batch(tokenizer, pack):
 
 
 def loss_of(model, params, arrays, parts=1):
-    """In so many parts, with dropout."""
+    """The loss in several parts, with dropout."""
     key = jax.random.key(4)
     if parts == 1:
         return float(jax.jit(lambda p, batch: batch_loss(model, p, batch, key)[0])(params, arrays))
@@ -221,7 +221,7 @@ def test_every_backbone_has_the_same_masks(tokenizer, name):
 
 
 class FlaxLayer(t5.EncoderLayer):
-    """Drops with Flax's module as well."""
+    """A layer that drops with Flax's module as well."""
 
     @nn.compact
     def __call__(self, x, bias, padding, deterministic):

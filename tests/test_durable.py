@@ -32,7 +32,7 @@ def save(directory, *steps, **options):
 
 
 def newest_of(run):
-    """The newest intact step; numbers have no model, without which a run is not opened as a whole."""
+    """The newest intact step; steps of numbers have no model, so they are no complete runs."""
     return Store(run / "checkpoints").newest(None)
 
 
@@ -40,7 +40,7 @@ def newest_of(run):
 
 
 class Disk:
-    """What has been synced; each rename is judged by what it would show after a loss of power."""
+    """The synced content of a disk; each rename is judged by the content after a loss of power."""
 
     def __init__(self, monkeypatch, root):
         self.root, self.synced, self.events = root, {}, []
@@ -65,11 +65,11 @@ class Disk:
 
     @staticmethod
     def state(path):
-        """Of a file its content, of a directory its names."""
+        """The content of a file, or the names in a directory."""
         return sorted(os.listdir(path)) if os.path.isdir(path) else Path(path).read_bytes()
 
     def lost(self, source):
-        """What of a tree would be gone or old."""
+        """The files of a tree that would be lost or old."""
         paths = [source, *source.rglob("*")]
         return [str(p) for p in paths if self.synced.get(os.path.realpath(p)) != self.state(p)]
 
@@ -77,7 +77,7 @@ class Disk:
         return [i for i, event in enumerate(self.events) if event[0] == "rename" and event[2] == str(target)]
 
     def check(self, target):
-        """The last rename to the target lost nothing and was itself synced."""
+        """Asserts that the last rename to the target lost nothing and was synced."""
         at = self.renames_to(target)[-1]
         assert self.events[at][3] == []
         assert ("sync", str(target.parent)) in self.events[at:]
@@ -264,7 +264,7 @@ def test_a_step_without_digests_opens(tmp_path, monkeypatch):
 
 
 def replacing(monkeypatch, directory, *, times):
-    """Each of the next reads finds its step replaced by the next one, as a run does that keeps one."""
+    """Makes each of the next reads find its step replaced by the next one, as in a run that keeps one step."""
     original, left = arrays_lib.read_item, [times]
 
     def read(place, *args):
@@ -324,7 +324,7 @@ def test_a_step_that_cannot_be_removed_costs_one_line(tmp_path, monkeypatch, sai
 
 
 def refuse(monkeypatch, function, number, chosen):
-    """Has a function of os or Path fail for the paths that are chosen."""
+    """Makes a function of os or Path fail for chosen paths."""
     owner, name = function
     original = getattr(owner, name)
 

@@ -71,7 +71,7 @@ DOUBTS: list[tuple[Any, str]] = [
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The lines of checkpoints in the log."""
+    """The lines about checkpoints in the log."""
     found, handler = list[str](), logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(run_module.__name__).addHandler(handler)

@@ -62,7 +62,7 @@ GRIDS: list[Any] = [
 
 
 def ends_in(rows: list[list[int]], model: Any = SEVERAL) -> Counter[tuple[int, bool]]:
-    """Counts of rows, and of empty rows, by end token."""
+    """The numbers of rows, and of empty rows, by end token."""
     return Counter((row[-1], len(row) == 2) for row in rows if row[-1] in model.end_token_ids)
 
 
@@ -223,7 +223,7 @@ def test_a_stream_names_the_token_that_ended_each_row() -> None:
 
 
 class Words:
-    """A tokenizer of single words, of which some are special."""
+    """A tokenizer of single words, some of them special."""
 
     eos, affixes, words = 1, Affixes(suffix=(1,)), ("<pad>", "</s>", "<unk>", "red", "blue", "<end>", ";", "<over>")
 
@@ -308,7 +308,7 @@ IDS = {"decoder_start_token_id": 0, "pad_token_id": 0}
 
 
 def directory(place: Path, generate: Any, config: dict[str, Any], model: Any = FEW_WORDS) -> Path:
-    """A T5 for transformers with other ids in its files; None: no generation_config.json."""
+    """A T5 for transformers with other ids in its files; None: without generation_config.json."""
     huggingface.write_hf(model, oracle.random_params(FEW_WORDS, np.random.default_rng(0)), place, None)
     facts = json.loads((place / "config.json").read_text()) | config
     (place / "config.json").write_text(json.dumps(facts))
@@ -353,7 +353,7 @@ def test_end_tokens_come_from_the_file_that_transformers_reads(
 
 
 class OneEnd(T5Config):
-    """A custom backbone written before the field existed."""
+    """A custom backbone from before the field existed."""
 
     __dataclass_fields__: ClassVar = {
         key: x for key, x in T5Config.__dataclass_fields__.items() if key != "other_eos_token_ids"
@@ -406,7 +406,7 @@ def test_limits_prefixes_and_bounds_use_all_end_tokens() -> None:
 
 
 def of_schemas(end: int) -> Generator:
-    """A generator of random weights for the schemas' vocabulary, in which one more token ends rows."""
+    """A generator of random weights for the schemas' vocabulary, with an additional end token."""
     made = schemas.generator(delay=1, time_max=14)
     model = dataclasses.replace(made.architecture, other_eos_token_ids=(end,))  # type: ignore[type-var]
     params = oracle.random_params(model, np.random.default_rng(3), eos_scale=2.0)

@@ -50,7 +50,7 @@ def generator():
 
 @pytest.fixture(scope="module")
 def fast(kernel):
-    """One that our kernel decodes; its answers have no end, as the eos is never the likeliest."""
+    """A generator for the CPU kernel; its answers have no end, since eos is never the most likely token."""
     sizes = dataclasses.replace(MORE_WORDS, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
     config = Config(model=sizes, train=TrainConfig(method="sequential"), decode=DecodeConfig(max_length=1_000_000))
     params = oracle.random_params(sizes, np.random.default_rng(4))
@@ -450,7 +450,7 @@ def test_engine_reports_a_failure_and_continues(generator, monkeypatch):
 
 
 class Held:
-    """Holds back the requests of an engine to its compiler until `let_go`."""
+    """Holds back an engine's requests to its compiler until `let_go`."""
 
     def __init__(self, engine):
         self.engine, self.ask, self.kept = engine, engine.compiler.ask, []

@@ -205,7 +205,7 @@ def test_invalid_flags_of_evaluate_are_refused(run, flags, message):
 
 
 class Canned:
-    """A generator that knows its answers."""
+    """A generator with given answers."""
 
     default_method = "pipelined"
 
@@ -222,7 +222,7 @@ class Canned:
 
 
 def evaluated(generator: Any, *examples: Example) -> dict[str, Any]:
-    """The scores; the only group by rows must have the same."""
+    """The scores of an evaluation, whose only group by rows must have the same scores."""
     result, records = evaluation.evaluate(generator, examples)
     name = result["metric"]
     headline = metrics.HEADLINES[name]

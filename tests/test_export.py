@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares the tests a C++ compiler's time; and for narrow weights the kernel rounds activations, too."""
+    """Disables the kernel, which needs a C++ compilation, and rounds activations for narrow weights."""
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")
 
 
@@ -56,7 +56,7 @@ def run(trained: Path, out: Path, *flags: str, settings: Sequence[str] = ()) -> 
 
 
 def loader(out: Path, method: str, *, records: bool = False) -> str:
-    """The code of the page, with the names of this export; `records`: also that which makes ids of records."""
+    """The code of the page with the names of this export; `records`: with the code that makes ids from records."""
     page = (ROOT / "docs" / "export.md").read_text()
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[: 1 + records])
     return code.replace("exported/sequential", f"exported/{method}").replace("exported/", f"{out}/")

@@ -37,12 +37,12 @@ GOOD = {"title": "a note", "text": "the baker sang .", "targets": ["the baker"]}
 
 
 class Compiled(Exception):
-    """The kernel would be compiled now."""
+    """Raised if the kernel would be compiled."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Path:
-    """A run in rows and a sequential one."""
+    """A pipelined run and a sequential run."""
     directory = tmp_path_factory.mktemp("runs")
     params = oracle.random_params(MODEL, np.random.default_rng(2))
     checkpoint.save_params(directory / "rows", CONFIG, params, tokenizer_source=tokenizer_files)
@@ -66,7 +66,7 @@ def here(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: Path, seventh: object) -> None:
-    """Nine records; the seventh is that one, or that text."""
+    """Writes nine records; the seventh is the given record or text."""
     lines = [json.dumps(GOOD)] * 9
     lines[6] = seventh if isinstance(seventh, str) else json.dumps(seventh)
     path.write_text("\n".join(lines) + "\n")

@@ -161,7 +161,7 @@ class Counting(Allowed):
 
 
 class OwnSteps(Pipelined):
-    """A strategy whose steps drafts do not follow."""
+    """A strategy whose steps do not support drafts."""
 
     def done(self, state: Any) -> Any:
         return state.done

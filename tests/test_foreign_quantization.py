@@ -31,7 +31,7 @@ def narrow(dtype: torch.dtype, **more: torch.Tensor) -> Callable[[Tensors], Tens
 
 
 def packed(found: Tensors) -> Tensors:
-    """As GPTQ and AWQ write: no weight, but several of its digits in an int32."""
+    """A matrix as GPTQ and AWQ write it: no weight, but several of its digits in an int32."""
     parts = {"qweight": torch.zeros(2, 16, dtype=torch.int32), "qzeros": torch.zeros(1, 2, dtype=torch.int32)}
     parts |= {"scales": torch.ones(1, 16, dtype=torch.float16)}
     return {name: x for name, x in found.items() if name != f"{Q}.weight"} | {f"{Q}.{k}": x for k, x in parts.items()}

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once", "unwarned")
 
 @pytest.fixture
 def unwarned() -> None:
-    """No former name has been used in this process yet."""
+    """Resets the warnings about former names in this process."""
     moved.note.cache_clear()
 
 
@@ -53,7 +53,7 @@ def t5(run: Path) -> pipejax.Generator:
 
 @pytest.fixture
 def before_the_change(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Configs are written with the former key until the returned function is called."""
+    """Makes configs be written with the former key until the returned function is called."""
     written = config_lib.to_json
 
     def write(config: Config) -> str:

@@ -55,7 +55,7 @@ def test_scan_over_sliding_and_full_layers_changes_nothing(model):
 
 @pytest.fixture(scope="module", params=[ONE, TWO], ids=["1", "2"])
 def trained(request, tmp_path_factory) -> Path:
-    """A run on eight devices, whose parameters are parted."""
+    """A run on eight devices, with sharded parameters."""
     config = with_model(request.param, mesh={"data": 2, "fsdp": 2, "tensor": 2})
     return Path(pipejax.fit(config, tmp_path_factory.mktemp("gemma") / "run"))
 
@@ -135,7 +135,7 @@ KINDS = ["1", "2", "umt5"]
 
 
 def few_words(model: Any, seed: int) -> tuple[Any, Any]:
-    """A model of nine words with parameters for which answers vary."""
+    """A model of nine words with parameters for varied answers."""
     few = dataclasses.replace(model, vocab_size=9)
     params = varied(few, seed, centered=model is not UMT5)
     if model is TWO:

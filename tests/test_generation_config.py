@@ -36,13 +36,13 @@ IDS = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 
 @pytest.fixture(autouse=True)
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares the tests a C++ compiler's time."""
+    """Disables the kernel, which needs a C++ compilation."""
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Several threads wait for each other longer than such a small T5 computes."""
+    """Limits torch to one thread: several threads would wait longer than such a small T5 computes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,7 +50,7 @@ def one_thread() -> Iterator[None]:
 
 
 def directory(place: Path, generate: dict[str, Any] | None, config: dict[str, Any] | None = None) -> Path:
-    """A T5 for transformers; None: no generation_config.json. `config` changes config.json; `...` removes a key."""
+    """A T5 for transformers; None: no file. `config` changes config.json; `...` removes a key."""
     huggingface.write_hf(MODEL, PARAMS, place, None)
     facts = json.loads((place / "config.json").read_text()) | (config or {})
     (place / "config.json").write_text(json.dumps({key: value for key, value in facts.items() if value is not ...}))
@@ -60,7 +60,7 @@ def directory(place: Path, generate: dict[str, Any] | None, config: dict[str, An
 
 
 def theirs(place: Path, **settings: Any) -> list[list[int]]:
-    """What transformers writes after the start, up to the eos by its own config."""
+    """The tokens of transformers after the start, up to the eos of its config."""
     model = transformers.T5ForConditionalGeneration.from_pretrained(place).eval()
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
@@ -71,7 +71,7 @@ def theirs(place: Path, **settings: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Without any settings but ids."""
+    """An answer without any settings except ids."""
     rows = theirs(directory(tmp_path_factory.mktemp("plain") / "hf", IDS), max_new_tokens=MOST)
     assert 0 < sum(len(row) < MOST for row in rows) < len(rows)  # some answers end with eos
     return rows
@@ -145,7 +145,7 @@ def test_generate_runs_a_decoder_deeper_than_its_encoder(tmp_path: Path, capsys:
 
 
 def lines(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines about the file during its conversion."""
+    """The lines about the file in its conversion."""
     capsys.readouterr()
     huggingface.from_hf(source, out)
     return [line for line in capsys.readouterr().err.splitlines() if "no tokenizer files" not in line]

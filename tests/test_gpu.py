@@ -28,7 +28,7 @@ INTERPRET = jax.default_backend() != "gpu"
 
 
 def close(found: Any, expected: Any, rtol: float, atol: float) -> None:
-    """As NumPy's; on a GPU, whose float32 products have 10 bits (TF32), as close as these allow."""
+    """Asserts closeness to NumPy; on a GPU, whose float32 products have 10 bits (TF32), within these bits."""
     if not INTERPRET:
         rtol, atol = 5e-3, 5e-3 * float(np.abs(expected).max())
     np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol)
@@ -39,7 +39,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def decoder(heads: int, width: int, batch: int, memory: Memory | None = None, kind: Any = GpuDecoder) -> Any:
-    """Without weights, in float32; of the memory's sizes only the batch matters where none is looked into."""
+    """A decoder without weights, in float32; only the batch of the memory's sizes matters here."""
     config = dataclasses.replace(IN_BLOCKS, num_heads=heads, d_kv=width, layer_norm_epsilon=1e-3)
     memory = memory or Memory((), (), jnp.ones((batch, 1), bool))
     more = {"interpret": INTERPRET} if kind is GpuDecoder else {}

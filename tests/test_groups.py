@@ -43,7 +43,7 @@ class Grouped(Pipelined):
 
 @dataclasses.dataclass(frozen=True)
 class InGroups(Method):
-    """The method of `Grouped`, for decoding alone."""
+    """The method of `Grouped`, only for decoding."""
 
     delay: int = 0
     rows: int = 4
@@ -64,7 +64,7 @@ def group_of(method: InGroups, row: int) -> int:
 
 
 def next_tokens_of(params: Any, encoded: np.ndarray, method: InGroups) -> oracle.NextTokens:
-    """The greedy choice of the T5 from all tokens that each row sees, computed anew at every step."""
+    """The greedy choice of the T5 from all tokens that each row sees, recomputed at every step."""
 
     def next_tokens(rows: list[list[int]]) -> list[int]:
         cells = oracle.coordinates(rows, method.delay)

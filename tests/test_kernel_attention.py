@@ -193,7 +193,7 @@ def drawn(rng: np.random.Generator) -> Head:
     n, width = int(np.exp(rng.uniform(np.log(2), np.log(600)))), int(rng.choice([16, 32, 48]))
     queries, keys, values = rng.standard_normal((3, n, width)) * np.exp(rng.uniform(-2, 2, (3, 1, width)))
     queries, bias = queries * rng.uniform(0, 1), rng.standard_normal(2 * n - 1) * rng.uniform(0, 8)
-    # A few peaks, a tail that is 4 to 12 lower, no weight for every second offset, and other values for every second key.
+    # A few peaks, a tail that is 4 to 12 lower, no weight for every second offset, other values for every second key.
     if rng.random() < 0.5:
         queries, bias = queries / 50, bias / 80 - rng.uniform(4, 12)
         bias[::2] -= 30

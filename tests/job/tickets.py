@@ -58,7 +58,7 @@ def ticket(number: int, rng: random.Random) -> dict[str, str]:
 
 
 def write_table(path: Path, tickets: list[dict[str, str]]) -> None:
-    """The CSV, with what is wrong in it."""
+    """Writes the CSV, with its irregularities."""
     with path.open("w", newline="", encoding="utf-8-sig") as file:
         lines = csv.writer(file, delimiter=";")
         lines.writerow(tickets[0])
@@ -69,7 +69,7 @@ def write_table(path: Path, tickets: list[dict[str, str]]) -> None:
 
 
 def write_archive(path: Path, tickets: list[dict[str, str]]) -> None:
-    """The Parquet file of tickets without tags."""
+    """Writes the Parquet file of tickets without tags."""
     import pyarrow
     from pyarrow import parquet
 
@@ -78,7 +78,7 @@ def write_archive(path: Path, tickets: list[dict[str, str]]) -> None:
 
 
 def write_model(directory: Path, texts: list[str]) -> None:
-    """A T5 v1.1 of random weights in Hugging Face's layout, whose vocabulary is made of the texts."""
+    """Writes a T5 v1.1 of random weights in Hugging Face's layout, whose vocabulary is trained on the texts."""
     directory.mkdir()
     corpus = directory.parent / "corpus.txt"
     corpus.write_text("\n".join(texts))
