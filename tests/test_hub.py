@@ -27,21 +27,21 @@ COMMITS = {"main": "a" * 40, "old": "b" * 40, "refs/pr/1": "c" * 40, "v1.0": "b"
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Tells of the models below `root`, a directory for each commit of some/t5, and refuses others."""
+    """Serves the models below `root`, with a directory for each commit of some/t5, and refuses other names."""
 
     protocol_version = "HTTP/1.1"
     root: Path
     asked: list[str]
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Writes no log."""
 
     def do_HEAD(self) -> None:
-        """As GET, without the content."""
+        """Answers like GET, without the content."""
         self.do_GET()
 
     def do_GET(self) -> None:
-        """A model's facts, or one of its files."""
+        """Sends the facts of a model, or one of its files."""
         self.asked.append(self.path)
         found = re.fullmatch(r"/api/models/(some/[\w-]+)(?:/revision/(\S+))?", self.path.partition("?")[0])
         if found:
@@ -75,7 +75,7 @@ class Answers(BaseHTTPRequestHandler):
             self.say(b"{}", 403, {"X-Error-Code": "GatedRepo"})
 
     def say(self, content: bytes, code: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Answers."""
+        """Sends an answer."""
         self.send_response(code)
         for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
             self.send_header(name, value)
@@ -86,7 +86,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def asked(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub on which some/t5 has other weights in each commit; the paths that it is asked for."""
+    """A hub with other weights of some/t5 in each commit; the list of requested paths."""
     for seed, sha in enumerate(sorted({*COMMITS.values()})):
         params = oracle.random_params(tiny.MODEL, np.random.default_rng(seed))
         write_hf(tiny.MODEL, params, tmp_path / "hub" / sha, tokenizer_files)
@@ -124,7 +124,7 @@ REFUSED = {
 
 
 class NotHere:
-    """Stands for transformers, which has nothing of the hub yet and would ask it in its own way."""
+    """Replaces transformers, which does not know this hub and would send other requests."""
 
     AutoTokenizer = None
     seen: ClassVar[list[dict[str, object]]] = []

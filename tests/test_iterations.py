@@ -46,7 +46,7 @@ NO_END = 1 << 20  # steps
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is compiled."""
+    """The settings of a compiled decode."""
 
     strategy: Strategy
     batch: int = 3
@@ -60,7 +60,7 @@ class Setting:
 
 
 def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
-    """Random ones of the kinds that are wished."""
+    """Random wishes of the requested kinds."""
     (rows, width), batch, wished = setting.strategy.places, setting.batch, setting.wished
     found = DecodingOptions(scores="scores" in wished)
     if "sampling" in wished:
@@ -111,7 +111,7 @@ jax.tree_util.register_dataclass(Given, ["model", "source", "options"], [])
 
 
 def lent(setting: Setting, given: Given) -> tuple[Any, Hashed]:
-    """The strategy, and the model of its batch; a small model that drafts is often right."""
+    """The strategy and the model for its batch; a small model that drafts is often correct."""
     numbers = jnp.asarray(given.source.ids).sum(axis=1)
     model, strategy = Hashed(given.model, numbers, WORDS), setting.strategy
     return (bound_to(strategy, model, given.source) if strategy.reads_source else strategy), model
@@ -137,7 +137,7 @@ def go_on(
     ends: Any,
     *pause: Any,
 ) -> tuple[Segment, Any]:
-    """As a running batch; `pause`: after how many steps, when so many are left by what it hears, and who is watched."""
+    """Continues like a running batch; `pause`: the steps before a pause, by remaining tokens and watched examples."""
     (strategy, model), sizes, options = lent(setting, given), setting.sizes(steps), given.options
     if carry is None:
         state = strategy.stop(strategy.init(setting.batch), jnp.ones(setting.batch, bool))
@@ -160,7 +160,7 @@ def go_on(
 
 
 def equal(found: Any, expected: Any) -> None:
-    """Whole numbers; of others two programs may round the last digit otherwise."""
+    """Asserts equal whole numbers; other numbers may differ in the last digits."""
     if np.issubdtype(np.asarray(expected).dtype, np.floating):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     else:
@@ -168,7 +168,7 @@ def equal(found: Any, expected: Any) -> None:
 
 
 def same(found: Segment, expected: Segment) -> None:
-    """All but what lies in free slots: rows, steps, calls, scores, traces, states, queries, slots and their content."""
+    """Asserts equal carries, except in free slots: rows, steps, calls, scores, traces, states, queries and slots."""
     here, there = (jax.device_get((x.over, x.decoded)) for x in (found, expected))
     jax.tree.map(equal, here, there)
     carries = [jax.device_get(x.carry) for x in (found, expected)]
@@ -189,7 +189,7 @@ def same(found: Segment, expected: Segment) -> None:
 
 
 def whole(setting: Setting, steps: int, given: Given) -> tuple[Segment, int]:
-    """The end of a decode, and how often its cache grew."""
+    """The end of a decode, and the number of times that its cache grew."""
     sizes, stretches = setting.sizes(steps), 0
 
     def one(slots: int, carry: Carry | None) -> Segment:
@@ -201,7 +201,7 @@ def whole(setting: Setting, steps: int, given: Given) -> tuple[Segment, int]:
 
 
 def check(setting: Setting, seeds: range) -> dict[str, int]:
-    """Decodes random models with one step in an iteration and with several, and counts what came of it."""
+    """Compares decodes of random models with one step and with several steps in an iteration; counts the cases."""
     seen = {"grown": 0, "apart": 0, "cut": 0}
     for seed in seeds:
         given = Given.draw(setting, seed)
@@ -215,7 +215,7 @@ def check(setting: Setting, seeds: range) -> dict[str, int]:
 
 
 def check_stream(setting: Setting, seeds: range) -> int:
-    """Returns the number of answers of running batches that pause, with one step in an iteration and with several."""
+    """Returns the number of answers of running batches with pauses, with one step and several in an iteration."""
     answers = 0
     for seed in seeds:
         given, runs = Given.draw(setting, seed), list[list[Any]]()
@@ -287,7 +287,7 @@ def test_running_batches_have_equal_answers() -> None:
 
 
 def setting_of(number: int) -> tuple[Setting, bool]:
-    """A random one, and whether its answers come and go."""
+    """A random setting, and whether its answers join and leave a batch."""
     rng = np.random.default_rng([number, 8])
 
     def pick(*of: Any) -> Any:

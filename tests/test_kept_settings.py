@@ -53,12 +53,12 @@ FILES = {"config.json", "generation_config.json", "model.safetensors", "pipejax.
 
 @pytest.fixture(autouse=True)
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares the tests a C++ compiler's time."""
+    """Disables the kernel, which needs a C++ compilation."""
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")
 
 
 def run_of(directory: Path, tokenizer: Path | None, **sections: Any) -> Path:
-    """A run as it was trained, in rows unless told otherwise."""
+    """A run as after a training, pipelined by default."""
     merged = {key: IN_ROWS.get(key, {}) | sections.get(key, {}) for key in {*IN_ROWS, *sections}}
     checkpoint.save_params(directory, tiny.change(tiny.RUN_ON_ONE, **merged), PARAMS, tokenizer_source=tokenizer)
     return directory
@@ -66,7 +66,7 @@ def run_of(directory: Path, tokenizer: Path | None, **sections: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def in_rows(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in rows; its Hugging Face directory is beside it as `hf`. No test changes them."""
+    """A pipelined run, and its Hugging Face directory `hf`. No test changes them."""
     root = tmp_path_factory.mktemp("rows")
     run_of(root / "run", tokenizer_files)
     huggingface.to_hf(root / "run", root / "hf")
@@ -75,12 +75,12 @@ def in_rows(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def there(in_rows: Path, tmp_path: Path) -> Path:
-    """A copy of that Hugging Face directory, to be changed."""
+    """A copy of this Hugging Face directory that tests may change."""
     return Path(shutil.copytree(in_rows.with_name("hf"), tmp_path / "hf"))
 
 
 def by_the_card(directory: Path, source: str) -> dict[str, Any]:
-    """Runs the Python of README.md for another source; gives its names."""
+    """Runs the Python of README.md for another source; returns its variables."""
     [code] = re.findall(r"^```python\n(.*?)^```$", (directory / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     code, count = re.subn(
         r"^source = .*$", f"source = {source!r}", code.replace("DIRECTORY", str(directory)), flags=re.M
@@ -92,7 +92,7 @@ def by_the_card(directory: Path, source: str) -> dict[str, Any]:
 
 
 def followed(directory: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Config, list[str]]:
-    """The config of the checkpoint converted from a directory, and the lines printed meanwhile."""
+    """The config of the checkpoint that is converted from a directory, and the lines printed by the conversion."""
     capsys.readouterr()
     huggingface.from_hf(directory, out)
     lines = capsys.readouterr().err.splitlines()

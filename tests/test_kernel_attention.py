@@ -53,7 +53,7 @@ def library(kernel_cache: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def attend(library: ctypes.CDLL) -> Callable[..., np.ndarray]:
-    """Of queries, keys, values [N, K] and a bias [2 N - 1] it gives [N, K]."""
+    """A function from queries, keys, values [N, K] and a bias [2 N - 1] to [N, K]."""
     function = library.attend
     numbers, size = np.ctypeslib.ndpointer(np.float32, flags="C"), ctypes.c_int64
     function.argtypes, function.restype = [numbers, numbers, numbers, size, size, numbers, numbers], None
@@ -69,7 +69,7 @@ def attend(library: ctypes.CDLL) -> Callable[..., np.ndarray]:
 
 @pytest.fixture(scope="module")
 def look(library: ctypes.CDLL) -> Callable[..., np.ndarray]:
-    """Of queries [M, K], keys and values [N, K], as a decoder step looks into a source, it gives [M, K]."""
+    """A function from queries [M, K], keys and values [N, K] to [M, K], like the attention of a step to a source."""
     numbers, size = np.ctypeslib.ndpointer(np.float32, flags="C"), ctypes.c_int64
     library.look.argtypes, library.look.restype = [numbers, numbers, numbers, size, size, size, numbers, numbers], None
 
@@ -90,7 +90,7 @@ def softmax(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.
 
 
 def by_level(*levels: tuple[int, float, float], width: int = 32) -> Head:
-    """A head whose queries are one: so many keys each with a score, and a value of which a hundredth differs."""
+    """A head with equal queries: numbers of keys with a score each, and a value of which a hundredth differs."""
     scores, values = (np.repeat([level[i] for level in levels], [level[0] for level in levels]) for i in (1, 2))
     queries, keys = np.zeros((len(scores), width)), np.zeros((len(scores), width))
     queries[:, 0], keys[:, 0] = 1, scores
@@ -99,7 +99,7 @@ def by_level(*levels: tuple[int, float, float], width: int = 32) -> Head:
 
 
 def below(power: float) -> float:
-    """The score at which a power is so many steps of 255, beside one of 10."""
+    """The score whose power is a number of steps of 255, relative to a score of 10."""
     return 10 - float(np.log(255 / power))
 
 
@@ -163,14 +163,14 @@ def test_softmax_depends_on_score_differences_at_any_size(
 
 
 def balanced(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The queries and keys that become int8: without the keys' mean, and both as large in a channel on average."""
+    """The queries and keys that become int8: without the mean of keys, with equal average sizes in a channel."""
     keys = keys - keys.mean(axis=0)
     of_queries, of_keys = (np.sqrt(np.abs(x).mean(axis=0)) for x in (queries, keys))
     return queries * of_keys / of_queries, keys * of_queries / of_keys
 
 
 def largest_error_of_scores(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[N, 1] of balanced queries and keys in int8, as blocks.cc states it."""
+    """The error [N, 1] of balanced queries and keys in int8, as stated in blocks.cc."""
     of_query, of_key = (np.abs(x).max(axis=1, keepdims=True) / 127 for x in (queries, keys))
     sizes = np.abs(queries).sum(axis=1, keepdims=True) * of_key.T + of_query * np.abs(keys).sum(axis=1)
     both = of_query * of_key.T * queries.shape[1] / 2
@@ -178,7 +178,7 @@ def largest_error_of_scores(queries: np.ndarray, keys: np.ndarray) -> np.ndarray
 
 
 def error_of_ties(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[N, 1], by which scores may be off because float32 and float64 round a number to another one of two steps."""
+    """The difference [N, 1] of scores that is possible if float32 and float64 round a number to different steps."""
 
     def steps(x: np.ndarray) -> np.ndarray:
         step = np.abs(x).max(axis=1, keepdims=True) / 127

@@ -22,7 +22,7 @@ BY_TIME = [[(row, time) for row in range(ROWS)] for time in range(TIMES)]
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.long if name != HERE[0] else ()) for name in HERE])
 def level(request, kernel_cache, monkeypatch):
-    """Each that this processor can run."""
+    """Each level that this processor supports."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     monkeypatch.setenv(cpu_kernel.VARIABLE, request.param)
     found = cpu_kernel.use()

@@ -33,7 +33,7 @@ from support.trees import same_bits
 
 @pytest.fixture(scope="module")
 def level(kernel):
-    """The best that this processor can run; `test_each_supported_level_agrees_with_the_reference` has the others."""
+    """The best supported level; `test_each_supported_level_agrees_with_the_reference` tests the others."""
     return kernel
 
 
@@ -60,7 +60,7 @@ def rounding(weights, level):
 
 
 class Asked:
-    """Tokens that examples feed in several calls, who sees whom and where they stand, at random."""
+    """Random tokens that examples feed in several calls, with their visibility and positions."""
 
     def __init__(self, rng, calls, vocabulary):
         """Each call: how many each example asks."""
@@ -73,16 +73,16 @@ class Asked:
         self.slots = sum(max(live) for live in calls) + 3
 
     def of(self, b, call):
-        """Which of an example's tokens a call asks; they go to slots of these numbers."""
+        """The tokens of an example in a call, which are written to slots of these numbers."""
         before = sum(live[b] for live in self.calls[:call])
         return range(before, before + self.calls[call][b])
 
     def distances(self, b):
-        """Between an example's tokens; one that lies ahead counts as being here."""
+        """The distances between an example's tokens; a token that lies ahead has the distance 0."""
         return np.maximum(self.position[b][:, None] - self.position[b], 0)
 
     def step(self, call, fillers):
-        """As the decoder gets it; the last queries are fillers."""
+        """The step of the decoder; the last queries are fillers."""
         places = max(self.calls[call])
         mask = np.zeros((self.batch, places, self.slots), bool)
         position, key_position = (np.zeros((self.batch, n), np.int32) for n in (places, self.slots))
@@ -109,7 +109,7 @@ class Asked:
 
 
 def check_calls(level, shape, weights, calls):
-    """Calls of the decoder, one after the other on the same cache, equal NumPy's decoder, which has no cache."""
+    """Compares consecutive calls of the decoder on one cache with NumPy's decoder, which has no cache."""
     model, own, ready, exact = made(shape, weights, level)
     rng, c, batch, slots = np.random.default_rng(len(calls[0])), model.config, len(calls[0]), 48
     asked, lengths = Asked(rng, calls, c.vocab_size), rng.integers(1, slots, batch)
@@ -159,7 +159,7 @@ def check_calls(level, shape, weights, calls):
 
 
 def check_encoder(level, shape, weights, lengths=(70, 1, 33, 64)):
-    """Sources of such lengths equal NumPy's; keys and values are as narrow as the weights."""
+    """Compares sources of given lengths with NumPy; keys and values have the precision of the weights."""
     model, own, ready, exact = made(shape, weights, level)
     c, source = model.config, np.random.default_rng(1).integers(0, 48, (len(lengths), max(lengths)))
     length = np.asarray(lengths, np.int32)
@@ -281,7 +281,7 @@ def test_clang_compiles_the_kernel(level, tmp_path):
 
 
 def answers(level, weights, columns, changed):
-    """Logits and greedy answers of a head of 5,003 words [V, D] that is `changed`."""
+    """Logits and greedy answers of a head of 5,003 words [V, D], changed by `changed`."""
     config = dataclasses.replace(IN_BLOCKS, vocab_size=5003, tied_head=False)
     params = oracle.random_params(config, np.random.default_rng(5))
     head = params["lm_head"]["kernel"]

@@ -122,7 +122,7 @@ def test_agrees_with_a_second_implementation() -> None:
 def naive_score(
     sources: Sequence[str], gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """The definition, written down once more, in fractions and with lists for sets."""
+    """A second implementation of the definition, in fractions and with lists for sets."""
     stemmer = PorterStemmer(mode=PorterStemmer.NLTK_EXTENSIONS)
 
     def stemmed(text: str) -> list[str]:

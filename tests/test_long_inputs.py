@@ -82,7 +82,7 @@ def test_listed_names_are_shortened_to_one_line(names: Any, said: str | None) ->
 
 
 def panicking() -> Tokenizer:
-    """The expression that parts its words is given up on after too many steps, as a panic of Rust's."""
+    """A tokenizer whose regular expression fails after too many steps, like a panic of Rust."""
     inner = tokenizers.Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2, "b": 3}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
     inner.add_special_tokens(["<pad>", "</s>", "<unk>"])

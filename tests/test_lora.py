@@ -56,7 +56,7 @@ def random_factors(seed=0):
 
 
 def by_hand(params):
-    """W + A B, in NumPy, for each W that has factors."""
+    """W + A B in NumPy, for each W with factors."""
     flat, merged = leaves(params), {}
     for path, x in flat.items():
         stem = path.rpartition("/")[0]

@@ -66,7 +66,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """But for ids; batches of other sizes round otherwise."""
+    """Asserts equal records, except for ids; batches of other sizes round differently."""
     for key in ("row_ids", "steps", "calls", "truncated"):
         assert found[key] == expected[key]
     assert found["log_prob"] == pytest.approx(expected["log_prob"], abs=1e-3)
@@ -178,7 +178,7 @@ def test_repeated_rows_are_left_out_with_any_method(generator: Generator, caplog
 
 @dataclasses.dataclass(frozen=True)
 class Modest(Staggered):
-    """It is served, and does nothing else."""
+    """A method that can be served, and has no other abilities."""
 
     name = "modest"
     can = frozenset({"serve"})
@@ -333,7 +333,7 @@ def test_loss_of_the_method_is_used() -> None:
 
 
 class Apart(Pipelined):
-    """Algorithm 1, with rows farther apart."""
+    """Algorithm 1 with larger distances of rows."""
 
     def position(self, row: Any, time: Any) -> Any:
         return 5 * row + time
@@ -347,7 +347,7 @@ class RowsApart(Method):
     can = frozenset({"draft"})
 
     def target(self, rows: Any, spells: Any, ids: Any, *, most: int, where: str) -> Target:
-        """As pipelined."""
+        """The layout of the pipelined method."""
         return methods.PipelinedMethod(GridConfig(delay=1)).target(rows, spells, ids, most=most, where=where)
 
     def strategy(self, ids: Any) -> Apart:
@@ -450,7 +450,7 @@ def test_settings_of_a_custom_method_are_checked(setting: str, line: str) -> Non
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose class is in a file that is no longer imported, beside the run. No test changes them."""
+    """A run whose class is in a file in the same folder, which is no longer imported. No test changes them."""
     root = tmp_path_factory.mktemp("saved")
     (root / "brought.py").write_text(
         "from support.staggered import Staggered\nclass Brought(Staggered):\n    name = 'brought'\n"
@@ -466,7 +466,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That run, in a process that starts in its directory."""
+    """Runs a command with this run, in a process that starts in its directory."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "brought", None)  # so that it is removed at the end
     del sys.modules["brought"]
@@ -547,7 +547,7 @@ def test_targets_are_cut_to_its_rows() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Strict(Modest):
-    """It has a setting without a default, and takes few values."""
+    """A method with a setting without a default, which accepts few values."""
 
     name = "strict"
     words: str = dataclasses.field(kw_only=True)
@@ -558,7 +558,7 @@ class Strict(Modest):
 
 
 class Broken(Modest):
-    """It cannot be made."""
+    """A method that cannot be created."""
 
     def __init__(self) -> None:
         raise OSError("no such dictionary")
@@ -647,7 +647,7 @@ def open_params(directory: Path) -> Any:
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A config with the method that the page shows, from a file as the page tells."""
+    """A config with the method of the page, in a file as on the page."""
     text = (Path(__file__).parent.parent / "docs" / "methods.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     assert len(code.splitlines()) <= 80

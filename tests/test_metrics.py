@@ -160,7 +160,7 @@ def test_task_has_its_metric() -> None:
 
 
 class Canned:
-    """A generator that knows its answers."""
+    """A generator with given answers."""
 
     default_method = "pipelined"
 

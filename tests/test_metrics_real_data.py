@@ -15,7 +15,7 @@ from pipejax import metrics
 
 
 def predict(source: str, gold: Sequence[str], number: int) -> list[str]:
-    """Some right rows, some that are right but for an ending, and pieces of the source, a few beyond 200 characters."""
+    """Correct rows, rows that are correct except for an ending, and pieces of the source, some over 200 characters."""
     words = source.split()
     most = 60 if number % 25 == 0 else 4
     rows: list[str] = []
@@ -30,7 +30,7 @@ def predict(source: str, gold: Sequence[str], number: int) -> list[str]:
 
 
 def scores(name: str, path: Path) -> dict[str, float]:
-    """Of the predictions above."""
+    """The scores of these predictions."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     # ";" separates phrases in this data set.
     documents = [json.loads(line.replace(b" ; ", b" ")) for line in data.splitlines()]

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def poisoned(monkeypatch, numbers):
-    """From here on the batches of these numbers (from 0) hold a NaN."""
+    """Makes batches with these numbers (from 0) contain a NaN."""
     draw = batches.TrainingBatches.__getitem__
 
     def get(self, index):
@@ -505,7 +505,7 @@ def test_mlflow_receives_log_numbers_and_resumes_its_run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def boards(tmp_path, monkeypatch):
-    """Opens trackers with a W&B that `take` stands for, and tells with which ids."""
+    """Opens trackers with a W&B that `take` replaces, and records the ids."""
 
     def opening(take, run="a1", step=0):
         run_of = types.SimpleNamespace(define_metric=lambda name, step_metric: None, log=take, finish=lambda: None)
@@ -518,7 +518,7 @@ def boards(tmp_path, monkeypatch):
 
 
 def begin_from(monkeypatch, place, metadata):
-    """The start of a run in a place whose newest checkpoint has this metadata; None: it has none."""
+    """The start of a run in a folder whose newest checkpoint has this metadata; None: it has none."""
     items = {"params": {}, "state": {}}
     own = types.SimpleNamespace(metadata=metadata, config=CONFIG, step=3, path=place, items=items)
     store = types.SimpleNamespace(

@@ -51,7 +51,7 @@ def generator(sizes=SIZES, *, backend=XLA, tokenizer=None, seed=4, decode=None, 
 
 
 def drawn(made, params, ids, prefixes, count):
-    """By Algorithm 1: `count` rows that begin so; with a delay the next one is made to be empty."""
+    """`count` rows with these beginnings, by Algorithm 1; with a delay the next row is forced to be empty."""
     config, grid = made.architecture, made.config.grid
     forced = [*prefixes, *[[]] * (count - len(prefixes)), *([[EOS]] if count < grid.sub_max and grid.delay else [])]
     return oracle.algorithm1(
@@ -65,12 +65,12 @@ def drawn(made, params, ids, prefixes, count):
 
 
 def contents(result, count):
-    """The rows as a record has them that was asked for so many."""
+    """The rows in a record with a requested number of rows."""
     return [[token for token in row[1:] if token != EOS] for row in result.all_rows[:count]]
 
 
 def counted(expected, prefixes, grid):
-    """The calls of Algorithm 1 if each feeds all prefix tokens that it can, by their definition."""
+    """The calls of Algorithm 1 if each call feeds all possible prefix tokens, by definition."""
 
     def known(row, length):
         return [*prefixes, *[[]] * grid.sub_max][row][length:]

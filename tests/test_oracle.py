@@ -284,7 +284,7 @@ def test_buckets_equal_torch(buckets: int, max_distance: int) -> None:
 
 
 def torch_state(params: oracle.Params, config: Any) -> dict[str, np.ndarray]:
-    """Our parameters under Hugging Face's names, kernels transposed."""
+    """Our parameters under Hugging Face's names, with transposed kernels."""
     projections = {"q": "query", "k": "key", "v": "value", "o": "output"}
     sublayers = {
         "encoder": {"SelfAttention": "attention", "DenseReluDense": "feed_forward"},

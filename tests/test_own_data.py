@@ -301,7 +301,7 @@ TARGETS = {"rows": "delimiter", "delimiter": "/"}
 
 
 def table(between, count=2000, **stray):
-    """Lines of names and rows, numbered as in the file, of which some are other ones."""
+    """Lines of names and rows, numbered as in the file, some of which are replaced."""
     lines = [between.join(["id", "source", "targets"])]
     lines += [between.join([f"r{i}", f"text {i}", f"a{i}/b"]) for i in range(2, count + 2)]
     for number, cells in stray.items():

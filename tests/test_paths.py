@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory, tokenizer_files):
-    """A run, a model of Hugging Face's made of it, data and records; beside them `deep`, where commands start."""
+    """A run, its Hugging Face model, data and records; commands start in the folder `deep` of the same folder."""
     room = tmp_path_factory.mktemp("room")
     (room / "deep").mkdir()
     config = tiny.change(tiny.RUN_ON_ONE, train={"method": "pipelined"})

@@ -97,7 +97,7 @@ SOURCE, TARGET = [[3, 4, 5, 6, 49, 1]], [[0, 7, 8, 9]]
 
 @functools.cache
 def peft() -> Any:
-    """PEFT, which the first test that calls this imports: the import takes seconds."""
+    """Imports PEFT for the first test that needs it, since the import takes seconds."""
     return pytest.importorskip("peft")
 
 
@@ -106,13 +106,13 @@ def params_of(kind: str) -> Any:
 
 
 def of_transformers(kind: str) -> Any:
-    """The model of transformers with those parameters; T5Gemma 2 has an image encoder, as the published ones have."""
+    """The model of transformers with these parameters; T5Gemma 2 has an image encoder, like the published models."""
     return copy.deepcopy(original(kind))
 
 
 @functools.cache
 def original(kind: str) -> Any:
-    """See `of_transformers`; not to be changed."""
+    """The model of `of_transformers`; tests must not change it."""
     model = BACKBONES[kind]
     facts = config_facts(model)
     if kind == "t5gemma2":
@@ -134,7 +134,7 @@ def original(kind: str) -> Any:
 
 
 def adapted(kind: str, settings: dict[str, Any]) -> Any:
-    """That model with an adapter whose factors are random."""
+    """This model with an adapter of random factors."""
     found = peft().get_peft_model(
         of_transformers(kind), peft().LoraConfig(task_type="SEQ_2_SEQ_LM", **{"r": 2, "lora_alpha": 4} | settings)
     )
@@ -152,7 +152,7 @@ def logits(model: Any) -> np.ndarray:
 
 
 def loaded(kind: str, tensors: Any, facts: Any) -> Any:
-    """That model with an adapter of ours, once PEFT had a place for each tensor, and a tensor for each place."""
+    """This model with an adapter of ours; PEFT must find a tensor for each place, and a place for each tensor."""
     model = peft().get_peft_model(of_transformers(kind), peft().LoraConfig(**facts)).eval()
     result = peft().set_peft_model_state_dict(model, {name: torch.from_numpy(x) for name, x in tensors.items()})
     assert not result.unexpected_keys
@@ -163,7 +163,7 @@ def loaded(kind: str, tensors: Any, facts: Any) -> Any:
 
 
 def check_matrices(kind: str, factors: Any, model: Any) -> int:
-    """Compares merged matrices with PEFT's; returns the number of those that an adapter changes."""
+    """Compares merged matrices with PEFT's; returns the number of matrices that an adapter changes."""
     merged = {name: x.numpy() for name, x in model.merge_and_unload().state_dict().items()}
     flat, changed = flatten_dict(params_of(kind), sep="/"), 0
     for path, (name, _) in BACKBONES[kind].tensors().items():

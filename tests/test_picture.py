@@ -170,7 +170,7 @@ def test_svg_survives_any_token() -> None:
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the resources that it would load."""
+    """The elements of a page, and the resources that a browser would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_command_shows_the_tokens_of_a_checkpoint(tmp_path: Path, tokenizer_file
 
 
 def checkpoint_of(tmp_path: Path, **sections: Any) -> tuple[str, str]:
-    """The flags that name a checkpoint of that config, which is all that a picture reads of one without a tokenizer."""
+    """Flags for a checkpoint with this config, the only part that a picture reads without a tokenizer."""
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "config.json").write_text(config.to_json(tiny.change(tiny.RUN, **sections)))
     return "--checkpoint", str(tmp_path / "run")
@@ -323,7 +323,7 @@ def test_record_names_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def starts(drawing: str) -> list[int]:
-    """The time at which each row begins, the empty one included."""
+    """The time at which each row begins, including the empty row."""
     return [int(g.get("data-time", "")) for g in cells_of(drawing) if (g.findtext(f"{SVG}text")) == "bos"]
 
 
@@ -542,7 +542,7 @@ def section_of(page: str) -> str:
 
 
 def drawing_of(page: str) -> ET.Element:
-    """The picture in it."""
+    """The picture in this section."""
     section = section_of(page)
     return ET.fromstring(section[section.index("<svg") : section.index("</svg>") + len("</svg>")])
 
@@ -552,7 +552,7 @@ def marked_cells(page: str) -> list[ET.Element]:
 
 
 def marks_of(page: str) -> list[tuple[int, str, int, float, str]]:
-    """Row, kind, call, place from left to right, and text of each token that is written or drafted."""
+    """Row, kind, call, place from left to right, and text of each written or drafted token."""
     found = []
     for g in marked_cells(page):
         kinds = {"own", "accepted", "rejected"} & set(str(g.get("class")).split())
@@ -658,7 +658,7 @@ def test_page_survives_any_piece(tmp_path: Path) -> None:
 
 
 def traced(call: int, entry: Any) -> dict[str, Any]:
-    """The record with something else as the first entry of a call."""
+    """The record with another first entry of a call."""
     return TRACED | {"trace": [[entry, *one[1:]] if i == call else one for i, one in enumerate(CALLS)]}
 
 

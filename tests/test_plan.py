@@ -34,7 +34,7 @@ def config(source, mesh, **train):
 
 
 def shallow(config):
-    """With a layer instead of four, where the size is no matter: it compiles in a third of the time."""
+    """The config with one layer instead of four if size does not matter, which compiles in a third of the time."""
     return dataclasses.replace(config, model=dataclasses.replace(MODEL, num_layers=1, num_decoder_layers=1))
 
 
@@ -177,7 +177,7 @@ def test_a_target_is_known_or_a_topology():
 
 
 def known_needs(monkeypatch):
-    """GiB of a step, instead of arithmetic."""
+    """Replaces the estimate by given GiB of a step."""
     needs = {"none": 30, "dots": 12, "layers": 9}
     monkeypatch.setattr("pipejax.training.step.Trainer", lambda config, devices=None: None)
     monkeypatch.setattr(
@@ -236,7 +236,7 @@ def test_memory_of_devices_is_their_minimum(limits, least, monkeypatch):
 
 
 class Begun(BaseException):
-    """A trainer would be made of this config."""
+    """Raised if a trainer would be made."""
 
 
 def begun_with(monkeypatch, given, saved=None):

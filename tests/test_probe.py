@@ -43,7 +43,7 @@ ALL = [*map(Condition, (WHOLE, 4, 2, 1, 0, HIDDEN)), *(Condition(WHOLE, row) for
 
 
 class Counting:
-    """Logits are the counts of the tokens that a query sees, times ln 2; the source says nothing."""
+    """A model whose logits are counts of visible tokens, times ln 2; the source has no effect."""
 
     config, dtype = SimpleNamespace(vocab_size=WORDS), np.dtype("float32")
 
@@ -70,7 +70,7 @@ def expected(rows: list[list[int]], condition: Condition, *, ends: Sequence[int]
 def scored(
     fed: list[list[int]], rows: list[list[int]], condition: Condition, *, ends: Sequence[int], least: int
 ) -> list[float]:
-    """As `expected`, of rows that are fed as told."""
+    """The likelihoods of `expected`, for rows with given inputs."""
     found = []
     for i, row in enumerate(rows):
         for j, token in enumerate([*row, ends[i]]):
@@ -87,7 +87,7 @@ def drawn(rng: random.Random) -> list[list[int]]:
 
 
 def sequential(rows: list[list[int]]) -> tuple[Parted, list[int]]:
-    """Rows that a separator parts, and the tokens that end each of them."""
+    """Rows that a separator divides, and the tokens that end each of them."""
     ends = [SEPARATOR] * (len(rows) - 1) + [EOS]
     flat = grid.flatten([[t for row in rows for t in [*row, SEPARATOR]][:-1]], delay=1, bos=BOS, eos=EOS, final=False)
     row = np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) + 1 for row in rows])
@@ -128,7 +128,7 @@ def test_rows_on_a_grid_see_no_more_than_they_were_trained_to() -> None:
 
 
 def on_grid(rows: list[list[int]], condition: Condition, delay: int) -> list[float]:
-    """As `expected`; every row begins with bos, and its eos is fed."""
+    """The likelihoods of `expected`; every row begins with bos, and its eos is fed."""
     fed = [[BOS, *row, EOS] for row in rows]
     return scored(fed, rows, condition, ends=[EOS] * len(rows), least=delay)
 
@@ -319,7 +319,7 @@ def test_padded_sizes_have_room_for_each_side() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Path:
-    """A sequential checkpoint with random weights, and 40 examples beside it."""
+    """A sequential checkpoint with random weights, and a file of 40 examples."""
     place = tmp_path_factory.mktemp("probe")
     config = change(Config(model=MODEL), train={"method": "sequential"}, data={"separator": " ; "})
     params = oracle.random_params(MODEL, np.random.default_rng(5))

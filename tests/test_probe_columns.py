@@ -27,7 +27,7 @@ EOS = 1
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The drafter of the page, as a reader saves it."""
+    """The drafter of the page, saved as on the page."""
     text = (Path(__file__).parents[1] / "docs" / "drafting.md").read_text(encoding="utf-8")
     module = types.ModuleType("ahead")
     monkeypatch.setitem(sys.modules, "ahead", module)  # required by dataclasses
@@ -36,7 +36,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def guesses(params: Any, encoded: np.ndarray, written: list[int], token: int, count: int) -> list[int]:
-    """What the model generates from probes after a row, by a full recomputation in plain Python."""
+    """The tokens that the model generates from probes after a row, by a recomputation in plain Python."""
     fed = [0, *written, *[token] * count]
     places = range(len(fed))
     visible = [[k <= q for k in places] for q in places]
@@ -89,7 +89,7 @@ def test_probes_leave_room_for_drafts_as_long_as_an_answer(page: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Everywhere(Jacobi):
-    """Feeds probes in all rows, also those that have not begun or have ended, at all places, and drafts at random."""
+    """Feeds probes in all rows, including rows that have not begun or have ended, at all places; drafts at random."""
 
     probes: int = 3
     wants: ClassVar[frozenset[str]] = frozenset({"hidden"})

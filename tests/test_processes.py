@@ -30,7 +30,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What JAX would be called with."""
+    """The arguments with which JAX would be called."""
     calls = []
 
     def initialize(coordinator, count, number, devices, heartbeat_timeout_seconds):
@@ -123,7 +123,7 @@ def test_absent_coordinator_raises_one_line():
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """Of a tiny model whose batches all have one shape."""
+    """The config of a tiny model whose batches all have one shape."""
     return runs.prepare(tmp_path_factory.mktemp("tiny"))
 
 
@@ -150,7 +150,7 @@ def start(config, workdir, count, *settings, second=()):
 
 
 def end(started):
-    """Return codes and what each said on standard error."""
+    """The return codes and the lines on standard error."""
     said = [process.communicate(timeout=300)[1].splitlines() for process in started]
     return [process.returncode for process in started], said
 

@@ -68,7 +68,7 @@ def test_products_equal_numpy(outputs, inputs, columns, weights, kernel):
 
 
 def table_and_columns(kind, count):
-    """f32 [V, D] and [N, D]."""
+    """A table f32 [V, D] and columns f32 [N, D]."""
     rng = np.random.default_rng(count)
     rows, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((5003, 64), (count, 64)))
     if kind == "equal rows":
@@ -145,7 +145,7 @@ SIZES = {  # factors of random rows and hidden states, and the change of every t
 
 @pytest.fixture(scope="module")
 def by_bounds_and_by_products(kernel):
-    """Of a table [V, D] and columns [N, D] the highest row by bounds and by all products; and both [N, V]."""
+    """The highest row of a table [V, D] for columns [N, D], by bounds and by all products; and both [N, V]."""
 
     @jax.jit
     def compute(rows, x):
@@ -316,7 +316,7 @@ class HalfTable(t5gemma.GemmaEmbedder):
 
 
 class Lifted(layers.FeedForward):
-    """Linear layers in transformations of Flax's, which see a part of their kernel, or three times it."""
+    """Linear layers in Flax's transformations, which see a part of their kernel, or three times the kernel."""
 
     @nn.compact
     def __call__(self, x, deterministic):
@@ -332,7 +332,7 @@ class Lifted(layers.FeedForward):
 
 
 class Gated(t5.Decoder):
-    """Asks for a parameter that no step reads."""
+    """A module with a parameter that no step reads."""
 
     layer = type("Layer", (t5.DecoderLayer,), {"feed_forward_class": Lifted})
 

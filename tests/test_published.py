@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def prepared(name, manual, root):
-    """The task, once its files are prepared."""
+    """The task, after its files are prepared."""
     prepare_data_set(PUBLISHED[name], manual_dir=str(manual), data_dir=str(root))
     return make_task(DataConfig(task=name, data_dir=str(root)))
 
@@ -143,7 +143,7 @@ def test_sumpubmed_splits_and_spelling(tmp_path):
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
-    """Where temporary files lie meanwhile. TFDS's builders leave a directory there, each time one is made."""
+    """The folder of temporary files. Each TFDS builder leaves a directory there."""
     directory = tmp_path / "scratch"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -162,7 +162,7 @@ def test_no_temporary_directory_is_left(tmp_path, scratch):
 
 
 def records(name, directory, data_dir):
-    """What was written, by TFDS's names of the splits."""
+    """The written records, by TFDS's names of the splits."""
     import tensorflow_datasets as tfds
 
     prepare_data_set(PUBLISHED[name], manual_dir=str(directory), data_dir=str(data_dir))
@@ -313,7 +313,7 @@ def test_unprepared_data_set_is_refused(tmp_path):
 
 
 def run(capsys, *flags):
-    """Exit code, standard output, and standard error of a command."""
+    """The exit code, standard output, and standard error of a command."""
     with pytest.raises(SystemExit) as caught:
         cli.run(main, [str(flag) for flag in flags])
     out, err = capsys.readouterr()

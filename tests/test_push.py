@@ -22,7 +22,7 @@ PARAMS = oracle.random_params(tiny.MODEL, np.random.default_rng(5))
 
 
 class Hub(HTTPServer):
-    """Keeps the names of models that were created, and the files that were committed."""
+    """Records the names of created models, and the committed files."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -37,10 +37,10 @@ class Answers(BaseHTTPRequestHandler):
     server: Hub
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Writes no log."""
 
     def do_POST(self) -> None:
-        """Creates a model, tells how files are to be sent, takes a commit."""
+        """Creates a model, tells how files are to be sent, or accepts a commit."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.server.refuses:
             self.say({"error": "you may not"}, 403)
@@ -61,7 +61,7 @@ class Answers(BaseHTTPRequestHandler):
             self.say({"errors": [], "warnings": []})
 
     def do_GET(self) -> None:
-        """The files of the model."""
+        """Lists the files of the model."""
         if self.server.refuses:
             self.say({"error": "you may not"}, 403)
         elif "/tree/" in self.path:
@@ -98,7 +98,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def run(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in rows."""
+    """A pipelined run."""
     directory = tmp_path_factory.mktemp("push") / "run"
     checkpoint.save_params(directory, tiny.RUN_ON_ONE, PARAMS, tokenizer_source=tokenizer_files)
     return directory

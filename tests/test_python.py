@@ -238,7 +238,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 class Pandas:
-    """The part of a pandas DataFrame that is asked for."""
+    """The required part of a pandas DataFrame."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.columns = rows, list(rows[0])
@@ -249,7 +249,7 @@ class Pandas:
 
 
 class Polars(Pandas):
-    """The part of a Polars DataFrame that is asked for; its `to_dict` gives columns."""
+    """The required part of a Polars DataFrame; its `to_dict` returns columns."""
 
     def to_dict(self, orient: str = "columns") -> Any:
         raise AssertionError
@@ -259,7 +259,7 @@ class Polars(Pandas):
 
 
 class Datasets:
-    """The part of a datasets.Dataset with a format that is asked for."""
+    """The required part of a datasets.Dataset with a format."""
 
     column_names = ("source", "targets")
 
@@ -346,7 +346,7 @@ def fingerprints(workdir: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> tuple[dict[str, Any], list[Any]]:
-    """The arguments besides the examples, and the fingerprints of a training on files."""
+    """The arguments of a training on files, without the examples, and its fingerprints."""
     import json
 
     here = tmp_path_factory.mktemp("files")

@@ -45,7 +45,7 @@ NARROW = ("int8", "bfloat16")
 
 
 def random_params(model):
-    """With outputs of all magnitudes, and one that is zero."""
+    """Parameters whose outputs have all magnitudes; one output is zero."""
     params = oracle.random_params(model, np.random.default_rng(314))
     query = params["decoder"]["layers_0"]["self_attention"]["query"]
     query["kernel"] = query["kernel"] * np.logspace(-6, 2, query["kernel"].shape[1], dtype=np.float32)
@@ -63,7 +63,7 @@ def original(tmp_path_factory, tokenizer_files):
 
 @pytest.fixture(scope="module")
 def smaller(original, tmp_path_factory):
-    """The same checkpoint with smaller weights, by their dtype."""
+    """The same checkpoint with weights in fewer bytes, by their dtype."""
     made = {weights: tmp_path_factory.mktemp("smaller") / weights for weights in NARROW}
     for weights, out in made.items():
         assert convert(["quantize", str(original), str(out), "--weights", weights]) == 0

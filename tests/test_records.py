@@ -59,7 +59,7 @@ SHORT = [text for text in TEXTS if len(text.split()) < 16]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, tokenizer_files):
-    """The same random weights, said to be converted, or trained with either objective."""
+    """The same random weights as a converted checkpoint, and as trained with either method."""
     root = tmp_path_factory.mktemp("checkpoints")
     for objective in ("none", "pipelined", "sequential"):
         data = DataConfig(task="none", separator=" ") if objective == "none" else DataConfig(task="demo")
@@ -71,7 +71,7 @@ def checkpoints(tmp_path_factory, tokenizer_files):
 
 @pytest.fixture(scope="module", autouse=True)
 def opened_once(checkpoints):
-    """Spares each run its compilation: the same checkpoint with the same settings is the same generator."""
+    """Shares generators of equal checkpoint and settings, which avoids compilation."""
     known = dict[tuple[Any, ...], Generator]()
 
     def load_once(path, *, best=False, overrides=(), where="--set", method=None, adapters=None):
@@ -91,7 +91,7 @@ def as_lines(values) -> str:
 
 
 def run(*flags) -> tuple[list[str], str]:
-    """What `python decode.py` with these flags writes to standard output (its lines) and error."""
+    """The lines that `python decode.py` with these flags writes to standard output, and its standard error."""
     out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as caught:
         cli.run(decode.main, [str(flag) for flag in flags])
@@ -102,7 +102,7 @@ def run(*flags) -> tuple[list[str], str]:
 
 @pytest.fixture
 def decoded(checkpoints, tmp_path):
-    """Decodes values, or the raw bytes of a file, with a checkpoint; gives records and standard error."""
+    """Decodes values, or the bytes of a file, with a checkpoint; returns records and standard error."""
 
     def decode_values(values, *flags, model="none"):
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -116,7 +116,7 @@ def decoded(checkpoints, tmp_path):
 
 @contextlib.contextmanager
 def interrupted_after(count):
-    """As many records are written."""
+    """Interrupts after this many records are written."""
     write, left = resume.write_whole, [count]
 
     def cut(*given):
@@ -576,7 +576,7 @@ def test_resume_refuses_output_of_other_settings(checkpoints, tmp_path, spoil, w
 
 
 class OwnRows(PipelinedMethod):
-    """A method of a user, one of whose settings is a section."""
+    """A custom method with a setting that is a section."""
 
     name = "own_rows"
 
@@ -631,7 +631,7 @@ def test_compressed_lines_and_parquet_are_read(checkpoints, decoded, tmp_path):
 
 
 def as_cells(record):
-    """A record as a row of CSV: null is nothing, and lists are JSON."""
+    """A record as a row of CSV: null is empty, and lists are JSON."""
     cells = {key: json.dumps(x, ensure_ascii=False) if isinstance(x, list) else x for key, x in record.items()}
     return {key: "" if value is None else str(value) for key, value in cells.items()}
 
@@ -869,7 +869,7 @@ def test_saved_data_set_is_read(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def process(*flags, **pipes):
-    """`python decode.py`; killed after two minutes, or when the test is through with it."""
+    """Starts `python decode.py`; it is killed after two minutes, or at the end of the test."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # if it is ignored, children ignore it too
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, str(ROOT / "decode.py"), *map(str, flags)]

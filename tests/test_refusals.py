@@ -32,7 +32,7 @@ PRECIOUS = "an older result\n"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, tokenizer_files):
-    """Random weights with a tokenizer, the same without one, and things that are no checkpoints."""
+    """Random weights with a tokenizer, the same without one, and paths that are no checkpoints."""
     root = tmp_path_factory.mktemp("checkpoints")
     shutil.copytree(tokenizer_files, root / "tokenizer")
     config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(method="none"))
@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory, tokenizer_files):
 
 @pytest.fixture(scope="module", autouse=True)
 def opened_once(checkpoints):
-    """Two checkpoints for all tests; nothing may come as far as to compile."""
+    """Two checkpoints for all tests; compilation fails a test."""
     known = {str(checkpoints / name): load(checkpoints / name) for name in ("good", "bare")}
 
     def load_known(path, *, best=False, overrides=()):
@@ -72,7 +72,7 @@ def opened_once(checkpoints):
 
 @pytest.fixture
 def places(checkpoints, tmp_path):
-    """What {name} stands for in flags."""
+    """The values of {name} in flags."""
     (tmp_path / "in.jsonl").write_bytes(GOOD)
     (tmp_path / "out.jsonl").write_text(PRECIOUS)
     (tmp_path / "directory").mkdir()
@@ -96,7 +96,7 @@ def snapshot(directory):
 
 @pytest.fixture
 def refused(places, capsys, monkeypatch):
-    """Runs a command that must fail; gives the last line on standard error, after all else was checked."""
+    """Runs a command that must fail; returns the last line on standard error after the other checks."""
     monkeypatch.chdir(places["tmp"])
 
     def run(main, *flags, words=()):
@@ -120,7 +120,7 @@ DECODE = {"--checkpoint": "{checkpoints}/good", "--input": "{tmp}/in.jsonl", "--
 
 
 def decode_flags(**changes):
-    """The flags of a good run, with changes; None leaves one out."""
+    """The flags of a good run, with changes; None removes a flag."""
     flags = DECODE | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
     return [part for name, value in flags.items() if value is not None for part in (name, value)]
 

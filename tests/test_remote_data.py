@@ -45,7 +45,7 @@ class Hub(MemoryFileSystem):  # type: ignore[misc]
 
 @pytest.fixture
 def memory() -> Iterator[MemoryFileSystem]:
-    """Files at memory:// and, as hf://, those of a hub."""
+    """Files at memory:// and, as hf://, files of a hub."""
     fsspec.register_implementation("hf", Hub, clobber=True)
     system = fsspec.filesystem("memory")
     yield system
@@ -56,7 +56,7 @@ def memory() -> Iterator[MemoryFileSystem]:
 
 
 def put(system: MemoryFileSystem, path: str, records: Records) -> None:
-    """Writes records as the suffix says."""
+    """Writes records in the format of the suffix."""
     with system.open(path, "wb") as file:
         if path.endswith(".parquet"):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
@@ -72,7 +72,7 @@ def of(path: str, **settings: object) -> Sequence[Example]:
 
 
 def sources(examples: Sequence[Example]) -> list[str]:
-    """In order."""
+    """The sources in order."""
     return [example.source for example in examples]
 
 
@@ -231,7 +231,7 @@ def test_error_names_the_bad_line_of_a_remote_file(memory: MemoryFileSystem) -> 
 
 
 def stream(memory: MemoryFileSystem, counts: Sequence[int], size: int) -> Stream:
-    """Of several files, with so many examples each."""
+    """A stream of several files, with a number of examples in each."""
     first = 0
     for i, count in enumerate(counts):
         put(memory, f"/data/{i}.jsonl", RECORDS[first : first + count])

@@ -39,7 +39,7 @@ def lines(first: int = 0, count: int = COUNT) -> list[str]:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path, compiled_once: Any) -> Path:
-    """Weights to begin with, data, and a run of them."""
+    """Initial weights, data, and a run with them."""
     root = tmp_path_factory.mktemp("here")
     base = change(RUN_ON_ONE, data={"task": "none"}, train={"method": "none"})
     for name, seed in (("weights", 1), ("others", 2)):
@@ -55,7 +55,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path, compil
 
 
 def config(**data: Any) -> Config:
-    """That of the run, with other values of data, or of `init_from` and `init_best`."""
+    """The config of the run, with other values of data, or of `init_from` and `init_best`."""
     train = {"init_from": "weights", "steps": 1, "evaluate_every": 1, "evaluate_examples": 0, "checkpoint_every": 1}
     train |= {key: data.pop(key) for key in ("init_from", "init_best") if key in data}
     own = {"task": "jsonl", "train": "train.jsonl", "dev": "dev.jsonl", "tokenizer": "tokenizer"}
@@ -82,7 +82,7 @@ SAME: dict[str, tuple[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def away(here: Path) -> Path:
-    """Copies of what the run was given, and others."""
+    """Copies of the run's input, and other files."""
     away = here / "away"
     away.mkdir()
     shutil.copy(here / "train.jsonl", away / "renamed.jsonl")
@@ -208,7 +208,7 @@ def run_with_best(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Pat
 
 
 def begun(tmp_path: Path, caplog: pytest.LogCaptureFixture, run: Callable[[], Any]) -> list[str]:
-    """The lines that say where a training begins."""
+    """The lines about the start of a training."""
     caplog.set_level(logging.INFO, "pipejax")
     caplog.clear()
     run()

@@ -99,7 +99,7 @@ def test_agrees_with_a_second_implementation() -> None:
 
 
 def naive_score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The definition, written down once more, with subsequences found by recursion."""
+    """A second implementation of the definition, with subsequences found by recursion."""
     totals = dict.fromkeys(("rouge1", "rouge2", "rougeL", "rougeLsum"), 0.0)
     for golds, guesses in zip(gold, predicted, strict=True):
         whole, guess = words(" ".join(golds)), words(" ".join(guesses))
@@ -132,7 +132,7 @@ def grams(every: list[str], n: int) -> Counter[tuple[str, ...]]:
 
 @functools.cache
 def common(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[int, ...]:
-    """Places in `left` of one longest common subsequence: of two, that which leaves out the end of `left`."""
+    """Places in `left` of one longest common subsequence; of two, the one without the end of `left`."""
     if not left or not right:
         return ()
     if left[-1] == right[-1]:

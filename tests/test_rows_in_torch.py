@@ -54,7 +54,7 @@ print(json.dumps(found))
 
 
 def transformers_writes(directory: Path, cases: list[dict[str, Any]]) -> list[Any]:
-    """The answers of the child to each case: sequences, rows, steps and bounds of a batch."""
+    """The child's answers to each case: sequences, rows, steps and bounds of a batch."""
     (directory / "custom_generate").mkdir()
     (directory / description.GENERATE).write_text(description.custom_generate(Config(model=FEW_WORDS), None) or "")
     (directory / "cases.json").write_text(json.dumps(cases))
@@ -108,7 +108,7 @@ def test_rows_equal_algorithm_1(models: int, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The module that `to-hf` writes, with a model beside it; its rows take 6 steps at the most."""
+    """The module that `to-hf` writes, with a model in the same folder; its rows take at most 6 steps."""
     return generate_of(FEW_WORDS, tmp_path_factory.mktemp("written"))
 
 
@@ -238,7 +238,7 @@ def test_labels_of_batch_do_not_change_answers(written: Any) -> None:
 
 @pytest.fixture(scope="module")
 def directory(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `to-hf` writes of a run that writes rows."""
+    """The directory that `to-hf` writes for a pipelined run."""
     place = tmp_path_factory.mktemp("of a run") / "model"
     params = oracle.random_params(MODEL, np.random.default_rng(3))
     run = Config(model=MODEL, data=DataConfig(task="jsonl", separator=" ; "), grid=GridConfig(time_max=9, sub_max=4))

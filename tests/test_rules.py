@@ -101,7 +101,7 @@ class NoneOfAbove(Plain, Rule):
 
 @flax.struct.dataclass
 class Sums(Plain, Rule):
-    """Forbids tokens by the sum of the row's tokens, which is its state, and by a divisor that all examples share."""
+    """Forbids tokens by its state, the sum of the row's tokens, and by a divisor that all examples share."""
 
     shared: ClassVar[tuple[str, ...]] = ("divisor",)
     first: Any  # i32 [B], the sum over zero tokens
@@ -373,7 +373,7 @@ def test_rule_of_one_example_replaces_one_of_a_batch() -> None:
 
 @flax.struct.dataclass
 class Wrong(Rule):
-    """Breaks one rule of rules."""
+    """A rule that breaks one requirement of rules."""
 
     how: str = flax.struct.field(pytree_node=False)
 

@@ -38,7 +38,7 @@ def batch(generator: Generator) -> RunningBatch:
 
 @pytest.fixture
 def programs(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> BatchPrograms:
-    """The programs of two places, whose sources and carries are no more than lengths."""
+    """The programs of two places, whose sources and carries are only lengths."""
     strategy: Any = generator.make_strategy("sequential")
     made = BatchPrograms(generator.programs, strategy, 2)
     monkeypatch.setattr(made, "shape_of_source", lambda length, adapter: of(length))
@@ -51,13 +51,13 @@ def of(length: int) -> Any:
 
 @dataclasses.dataclass
 class NoCarry:
-    """A carry without rules, for steps that are scripted."""
+    """A carry without rules, for scripted steps."""
 
     states: tuple[()] = ()
 
 
 class Calls:
-    """The programs that are called, by their name and the lengths of what they are given and find."""
+    """The called programs, by name and by the lengths of their inputs and outputs."""
 
     def __init__(self) -> None:
         self.made = set[tuple[Any, ...]]()
@@ -121,7 +121,7 @@ SHARP = dataclasses.replace(TOY, num_decoder_layers=3)
 
 @pytest.fixture(scope="module")
 def drafted() -> Generator:
-    """A generator whose small T5 is the model itself, so that nearly all of its drafts are right."""
+    """A generator whose small T5 is the model itself, so that nearly all of its drafts are correct."""
     config = Config(
         model=SHARP,
         grid=GridConfig(time_max=16, sub_max=3),

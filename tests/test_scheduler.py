@@ -103,6 +103,7 @@ class ManualCompiler:
         self.asked += [(order, key, make) for key, make in needs.items()]
 
     def run(self, tell: Callable[[Any, Exception | None], None]) -> None:
+        """Makes steps until the clients have their answers."""
         while self.asked:
             self.asked.sort(key=lambda one: one[0])
             _, key, make = self.asked.pop(0)

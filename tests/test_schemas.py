@@ -58,7 +58,7 @@ def made() -> Any:
 
 
 def check(records: list[Any], asked: dict[str, Any]) -> list[Any]:
-    """The objects of records, which jsonschema finds good."""
+    """The objects of records, which jsonschema must accept."""
     judge = jsonschema.Draft202012Validator(asked, format_checker=FORMATS)
     found = []
     for record in records:
@@ -77,7 +77,7 @@ _allow, _move = jax.jit(grammar.Grammar.allow), jax.jit(grammar.Grammar.move)
 
 
 def walk(found: Any, strategy: Any, rng: np.random.Generator, count: int = 16) -> list[str]:
-    """Answers of tokens that are drawn among those which the grammar allows."""
+    """Answers of random tokens among the tokens that the grammar allows."""
     asked = found.rule(strategy, [None])
     rows = np.repeat(np.arange(asked.starts.shape[1]), count)
     states, over, written = asked.starts[0, rows], rows >= len(found.rows), list[np.ndarray]()
@@ -402,7 +402,7 @@ SEEDS = [*PROPERTIES.values(), {"$ref": "#/$defs/C"}, {"allOf": [{"$ref": "#/$de
 
 
 def is_taken(made: Any, asked: object) -> bool:
-    """Whether it is; else a UserError says in one bounded line why, and nothing else is raised."""
+    """Whether a schema is accepted; otherwise one bounded line of a UserError must have the reason."""
     try:
         made.under(asked)
     except UserError as error:

@@ -24,7 +24,7 @@ LINES = ["the quick brown fox", "jumps over a lazy dog", "under warm summer skie
 
 @pytest.fixture(scope="module")
 def without_sentinels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bare spiece.model of 46 pieces."""
+    """A directory with only a spiece.model, of 46 pieces."""
     place = tmp_path_factory.mktemp("pieces")
     return train_spiece(place, " ".join(LINES), 46, **T5_IDS)
 
@@ -34,7 +34,7 @@ def with_config(place: Path, settings: dict[str, Any]) -> None:
 
 
 def saved_again(place: Path) -> None:
-    """As transformers saves it: tokenizer.json holds the sentinels."""
+    """The tokenizer as transformers saves it: tokenizer.json has the sentinels."""
     with_config(place, {})
     tokenizer = transformers.AutoTokenizer.from_pretrained(place)
     (place / "spiece.model").unlink()

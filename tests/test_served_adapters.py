@@ -45,7 +45,7 @@ class Places(NamedTuple):
 
 
 def adapted(params: Any, rank: int, kept: str = "") -> Any:
-    """The parameters with random factors, which change every answer; `kept`: of these paths alone."""
+    """The parameters with random factors, which change every answer; `kept`: factors only at these paths."""
     rng, flat = np.random.default_rng(rank), flatten_dict(lora.add(params, rank, jax.random.key(rank)), sep="/")
     for path, x in [*flat.items()]:
         if lora.is_factor(path):
@@ -57,7 +57,7 @@ def adapted(params: Any, rank: int, kept: str = "") -> Any:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: Any) -> Places:
-    """A base; a run, one of another rank and grid without factors in the encoder, and a directory of PEFT's."""
+    """A base; a run; a run of another rank and grid without factors in the encoder; a directory of PEFT."""
     root = tmp_path_factory.mktemp("adapters")
     params = oracle.random_params(tiny.MORE_WORDS, np.random.default_rng(4))
     alone = {name: root / (name or "base") for name in ("", "run", "other", "peft")}

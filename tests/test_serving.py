@@ -62,7 +62,7 @@ def engine(generator: Generator) -> ScriptedEngine:
 
 @pytest.fixture
 def lines_on_stderr() -> Iterator[None]:
-    """Writes the lines of the log as a command does."""
+    """Writes the lines of the log as commands do."""
     logger = logging.getLogger("pipejax")
     before = logger.level
     logger.setLevel(logging.INFO)
@@ -382,7 +382,7 @@ def test_incomplete_character_is_held_back(text: str) -> None:
 
 
 def write(rows: list[str], *, delay: int = 1, order: int = 99, **settings: Any) -> str:
-    """The text when rows of letters are written on the grid up to so many letters; "|" is where they end."""
+    """The text after rows of letters are written on the grid up to a number of letters; "|" marks their ends."""
     writing = Writing(Bytes(), start=lambda row: row * delay, separator=" ; ", **settings)  # type: ignore[arg-type]
     letters = sorted((i * delay + j, i, byte) for i, row in enumerate(rows) for j, byte in enumerate(row.encode()))
     said = [writing.add(row, byte, 0.0) for _, row, byte in letters[:order]]
@@ -825,7 +825,7 @@ def test_metrics(client: TestClient) -> None:
 
 @pytest.fixture(scope="module")
 def port(generator: Generator) -> Iterator[int]:
-    """Of a server whose sockets are real."""
+    """The port of a server with real sockets."""
     own, listener = service(ScriptedEngine(generator), "key"), serve_command.listen("127.0.0.1", 0)
     found: int = listener.getsockname()[1]
     listener.listen()  # clients that connect before the start wait
@@ -1028,7 +1028,7 @@ def test_every_answer_has_an_id(engine: ScriptedEngine, capfd: Any, said: Any) -
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """Gives the lines of the server's log."""
+    """The lines of the server's log."""
     logger = logging.getLogger("pipejax.apps.serving")
     with caplog.at_level(logging.INFO, logger="pipejax"):
         logger.addHandler(caplog.handler)  # others may have told it not to propagate

@@ -88,7 +88,7 @@ def serve(directory: Path, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Path:
-    """A run whose sequential answers may be long."""
+    """A run with long sequential answers."""
     directory = tmp_path_factory.mktemp("served") / "tiny"
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
     config = tiny.change(tiny.RUN, decode={"max_length": 2000})
@@ -104,13 +104,13 @@ def server(trained: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def openai() -> Any:
-    """OpenAI's client library, whose import takes a second: this file is also collected for the quick tests."""
+    """Imports OpenAI's client library, which takes a second; the quick tests collect this file, too."""
     return importlib.import_module("openai")
 
 
 @pytest.fixture(scope="module")
 def client(openai: Any, server: Server) -> Iterator[Any]:
-    """OpenAI's own."""
+    """OpenAI's client."""
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 

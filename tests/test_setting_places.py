@@ -106,7 +106,7 @@ VALUES = {  # for keys for which `other` gives no legal value
 
 
 def other(key: str) -> str:
-    """A legal value of a setting that is not its default, as --set has it."""
+    """A legal value of a setting that is not its default, for --set."""
     if key in VALUES:
         return VALUES[key]
     section, _, name = key.rpartition(".")
@@ -138,7 +138,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def give(command: str, setting: str) -> None:
-    """Gives a setting to a command, of a checkpoint that does not exist where the command opens one itself."""
+    """Passes a setting to a command, with a checkpoint that does not exist if the command opens one itself."""
     if command == "decode":
         load("/nowhere/x", overrides=[setting])
     elif command == "export":

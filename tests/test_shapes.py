@@ -16,7 +16,7 @@ LIMIT = (2048, 1536)
 
 
 def lognormal(rng, median, high, most, n):
-    """Whole numbers with that median and 95th percentile, cut at `most`."""
+    """Whole numbers with this median and 95th percentile, cut at `most`."""
     return np.clip(np.round(np.exp(rng.normal(np.log(median), np.log(high / median) / 1.645, n))), 1, most).astype(int)
 
 
@@ -29,7 +29,7 @@ SETS = {
 
 
 def like(name, n=4000):
-    """[n, 2]: source tokens and slots of examples such as those of a set; targets end at 512."""
+    """Source tokens and slots [n, 2] of examples like those of a set; targets end at 512."""
     rng = np.random.default_rng(len(name))
     source, rows, tokens = SETS[name]
     sources = lognormal(rng, *source, n)

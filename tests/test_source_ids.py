@@ -52,7 +52,7 @@ ADDED = {"roberta": 2, "bert": 2, "gemma": 1, "t5": 1, "byt5": 1, "gpt2": 0, "wo
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tokenizer's directory of each kind."""
+    """A directory of each kind of tokenizer."""
     root = tmp_path_factory.mktemp("kinds")
     return {name: make(root / str(i)) for i, (name, make) in enumerate(KINDS.items())}
 
@@ -161,7 +161,7 @@ def test_template_is_read_without_unknown_token(tmp_path: Path) -> None:
 
 
 def written(directory: Path, tokenizer: Path, model: Any = MODEL, **data: Any) -> tuple[Path, Generator]:
-    """A pipelined run, and what `to-hf` writes of it."""
+    """A pipelined run, and the directory that `to-hf` writes for it."""
     config = Config(
         model=model,
         data=DataConfig(task="none", **data),

@@ -105,7 +105,7 @@ def test_agrees_with_a_second_implementation() -> None:
 
 
 def naive_score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The definition, written down once more; no text here is long enough for autojunk."""
+    """A second implementation of the definition; no text here is long enough for autojunk."""
 
     def clean(text: str) -> str:
         kept = "".join(c for c in text.lower() if c not in string.punctuation)

@@ -41,7 +41,7 @@ def word_level(directory: Path, vocabulary: Sequence[str], unknown: str = "<unk>
 
 
 def bytes_of_gpt(directory: Path, *, eos: int) -> Path:
-    """Like GPT-2's: bytes, and one special token that is bos, eos and unk. T5s from scratch have it."""
+    """A tokenizer like GPT-2's: bytes, and one special token for bos, eos and unk, as in T5s from scratch."""
     end = "<|endoftext|>"
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     alphabet.insert(eos, end)
@@ -54,7 +54,7 @@ def bytes_of_gpt(directory: Path, *, eos: int) -> Path:
 
 
 def spiece(directory: Path, **settings: Any) -> Path:
-    """A bare spiece.model with special ids of one's own, as sentencepiece trains it."""
+    """Only a spiece.model with custom special ids, trained by sentencepiece."""
     directory.mkdir(exist_ok=True)
     text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
     return train_spiece(directory, text, 44, **settings)
@@ -66,7 +66,7 @@ def byt5(directory: Path) -> Path:
 
 
 def run_of(directory: Path, tokenizer: Path | None, model: T5Config = MODEL, **train: Any) -> Path:
-    """A run directory as `pipejax train` leaves it; nothing is compared when it is written."""
+    """A run directory as after `pipejax train`; writing it compares nothing."""
     settings = {"method": "sequential", **train}
     config = Config(model=model, data=DataConfig(task="demo"), train=TrainConfig(**settings), mesh=tiny.RUN_ON_ONE.mesh)
     checkpoint.save_params(directory, config, PARAMS, tokenizer_source=tokenizer)
@@ -141,7 +141,7 @@ AGREEMENTS: dict[str, tuple[Make, int, int]] = {
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tokenizer's directory for each case; nobody changes it."""
+    """A tokenizer directory for each case; tests do not change it."""
     root = tmp_path_factory.mktemp("tokenizers")
     made = {**{name: case[0] for name, case in CONTRADICTIONS.items()}, **{n: c[0] for n, c in AGREEMENTS.items()}}
     return {name: make(root / str(i)) for i, (name, make) in enumerate(made.items())}
@@ -388,7 +388,7 @@ def saved_anew(begun: Path, out: Path) -> Path:
 
 
 def by_another_class(begun: Path, out: Path) -> Path:
-    """The vocabulary alone, in other files and without a word on what is special."""
+    """The vocabulary in other files without information about special tokens."""
     inner = tokenizers.Tokenizer.from_file(str(begun / "tokenizer" / "tokenizer.json"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(out)
     return out

@@ -119,7 +119,7 @@ def test_cached_decoding_equals_teacher_forcing(delay, batch):
 
 
 def back(step):
-    """How far back each slot lies from each query."""
+    """The distance of each slot back from each query."""
     return step.position[:, :, None] - step.key_position[:, None]
 
 

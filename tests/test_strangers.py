@@ -39,7 +39,7 @@ def sparse(file: Path, head: bytes = b"", size: int = 17 * GIB) -> None:
 
 
 def only(directory: Path, name: str) -> Path:
-    """The place of the only weights."""
+    """The only weights file."""
     (directory / "model.safetensors").unlink()
     return directory / name
 
@@ -55,7 +55,7 @@ def pipe(directory: Path, name: str) -> None:
 
 
 def bomb(directory: Path, content: bytes = b"") -> None:
-    """Weights of torch's that unpack to more than they are."""
+    """Weights of torch that unpack to far more bytes."""
     with zipfile.ZipFile(only(directory, "pytorch_model.bin"), "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("x/data.pkl", content or pickle.dumps({}))
         with out.open("x/data/0", "w", force_zip64=True) as member:
@@ -64,14 +64,14 @@ def bomb(directory: Path, content: bytes = b"") -> None:
 
 
 def header(directory: Path, size: int) -> None:
-    """Weights whose header is long, and well-formed."""
+    """Weights with a long and well-formed header."""
     entry = '"%08d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     text = "{" + ",".join(entry % i for i in range(size // len(entry % 0))) + "}"
     (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode())
 
 
 def secret(directory: Path) -> Path:
-    """A private file beside the directory."""
+    """A private file in the parent directory."""
     place = directory.with_name("id_rsa")
     place.write_text("secret")
     return place
@@ -135,7 +135,7 @@ for place in sys.argv[1:]:
 
 
 def made(kind: str, directory: Path, tokenizer_files: Path) -> str:
-    """A good directory that is spoiled; the words of its refusal."""
+    """A good directory that is spoiled, and the words of its refusal."""
     write_hf(tiny.MODEL, PARAMS, directory, tokenizer_files)
     spoil, words = KINDS[kind]
     spoil(directory)

@@ -29,7 +29,7 @@ Step = decoders.Decoder
 
 
 def decoded_by(*steps: Step, pieces: list[str] | None = None) -> Callable[[Path], Path]:
-    """A tokenizer with these steps of decoding."""
+    """A tokenizer with the given steps of decoding."""
 
     def make(directory: Path) -> Path:
         vocabulary = ["<pad>", "</s>", "<unk>", *(pieces or [*WORDS, *BYTES])]
@@ -79,7 +79,7 @@ def byte_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def rows_of_ids(tokenizer: Tokenizer) -> list[list[int]]:
-    """Tokens as untrained models write them: specials, bytes that are and are not UTF-8, in a row and apart."""
+    """Tokens like an untrained model's: special ids, and bytes that are UTF-8 or not, adjacent and apart."""
     rng, known = random.Random(3), byte_ids(tokenizer)
     found = []
     for _ in range(250):

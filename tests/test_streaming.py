@@ -172,7 +172,7 @@ def test_samples_have_separate_headings(tmp_path, capsys):
 
 
 class Terminal(io.StringIO):
-    """Remembers what its lines hold, as a terminal does."""
+    """Records the content of its lines, like a terminal."""
 
     def isatty(self):
         return True

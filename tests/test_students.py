@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def noisy(params: Any, rng: np.random.Generator, noise: float) -> Any:
-    """The parameters with a decoder that is different from this one, the more the greater the noise."""
+    """The parameters with noise in the decoder."""
 
     def changed(x: Any) -> Any:
         return (x + noise * np.std(x) * rng.standard_normal(x.shape)).astype(np.float32)

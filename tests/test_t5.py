@@ -47,7 +47,7 @@ KINDS = {
 
 
 def make_hf(kind, directory):
-    """A random model with Hugging Face's own initialisation, as its own library writes it to disk."""
+    """A random model with Hugging Face's initialisation, written to disk by transformers."""
     config_class, options = KINDS[kind]
     torch.manual_seed(len(kind))
     config = config_class(**{**SMALL, **options})

@@ -70,7 +70,7 @@ def test_rows_with_several_end_tokens_equal_algorithm_1(delay, literal):
 
 
 def described(**changes: Any) -> Any:
-    """Its config.json, with other values of the decoder's; `...`: without the key."""
+    """The config.json of a model with other values for the decoder; `...` removes a key."""
     facts: Any = json.loads(json.dumps(TINY.facts()))
     decoder = facts["decoder"] | changes
     facts["decoder"] = {key: x for key, x in decoder.items() if x is not ...}
@@ -155,7 +155,7 @@ ROUGHLY = {  # in billions, as the cards and papers say; MADLAD's 7.2 are withou
 
 
 def shapes_of(model: Any) -> Any:
-    """Of its parameters, by the table for Hugging Face's files."""
+    """The shapes of a model's parameters, from the table for Hugging Face's files."""
     sizes = model.sizes()
     flat = {path: tuple(sizes[axis][1] for axis in axes) for path, (_, axes) in model.tensors().items()}
     return {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in flat.items()}
@@ -219,7 +219,7 @@ def test_eight_devices_share_every_large_parameter(name, fsdp, tensor):
 
 
 def tokenizer_that_adds(added: str, place: Path) -> Any:
-    """A tokenizer of transformers' in that directory, which puts bos and eos around a text as `added` says."""
+    """Writes a tokenizer of transformers that puts bos and eos around a text, as `added` states."""
     ids = {word: i for i, word in enumerate(("<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "c"))}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

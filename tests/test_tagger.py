@@ -76,12 +76,12 @@ def batch_of(answers: list[list[list[int]]], sources: list[list[int]], delay: in
 
 
 def pairs_of(tags: SpanTags) -> dict[int, int]:
-    """The tokens with which rows begin, by the tokens of their spans."""
+    """The first tokens of rows, by the tokens of their spans."""
     return dict(zip(tags.initial[::2], tags.initial[1::2], strict=True))
 
 
 def places_of(tags: SpanTags, value: list[int], source: list[int]) -> list[int]:
-    """Where a value is in a source."""
+    """The places of a value in a source."""
     pairs = pairs_of(tags)
     return [
         i
@@ -91,7 +91,7 @@ def places_of(tags: SpanTags, value: list[int], source: list[int]) -> list[int]:
 
 
 def logits_of(params: Any, encoded: np.ndarray) -> np.ndarray:
-    """[L, F] of one source's outputs [L, D]."""
+    """The logits [L, F] of one source's outputs [L, D]."""
     x = encoded / np.sqrt((encoded**2).mean(axis=1, keepdims=True) + 1e-6)
     found: np.ndarray = x @ np.asarray(params["kernel"])
     found[:, :-1] += np.asarray(params["bias"])
@@ -504,7 +504,7 @@ SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=2", "train.ev
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tokenizer_files: Path) -> Path:
-    """Random weights as a checkpoint that writes rows, the same as a sequential one, and a file of sources."""
+    """Random weights as a pipelined checkpoint, the same as a sequential one, and a file of sources."""
     root = tmp_path_factory.mktemp("given")
     model = dataclasses.replace(MODEL, vocab_size=tokenizer.size)  # all tokens have a text
     params = oracle.random_params(model, np.random.default_rng(4), eos_scale=3.0)

@@ -82,7 +82,7 @@ def test_kernel_is_compiled_for_absent_gpus(name: str) -> None:
 
 
 def absent(device: jax.Device, configuration: Configuration) -> Programs:
-    """The programs of a T5 for a device that is not here, with shapes in the place of weights."""
+    """The programs of a T5 for an absent device, with shapes instead of weights."""
     made = Programs(TINY, jnp.dtype(jnp.bfloat16), devices=[device], backend=Gpu())
     made.configurations.fixed, made._call_costs = configuration, 1.0
     params = jax.eval_shape(TINY.init_params, jax.random.key(0))

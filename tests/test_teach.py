@@ -70,7 +70,7 @@ def taught(given, tmp_path_factory, compiled_once):
 
 
 def contents(workdir):
-    """What does not depend on the clock."""
+    """The files of a directory, without values that depend on the clock."""
     answers, found = (
         (workdir / "labels" / labels.ANSWERS).read_bytes(),
         json.loads((workdir / "agreement.json").read_text()),
@@ -291,7 +291,7 @@ class _Killed(BaseException):
 
 
 def killed_at(monkeypatch, where, name, count):
-    """Has the call number `count` of a function end the process."""
+    """Makes the process end at call number `count` of a function."""
     call, calls = getattr(where, name), []
 
     def until(*args, **kwargs):

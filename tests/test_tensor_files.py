@@ -25,7 +25,7 @@ def write_whole(directory: Path, tensors: dict[str, Any]) -> None:
 
 
 def write_shards(directory: Path, places: object) -> None:
-    """TENSORS in a shard each, and an index that says `places`."""
+    """Writes each of TENSORS to a shard, and an index with `places`."""
     for name, shard in PLACES.items():
         save_file({name: TENSORS[name]}, directory / shard)
     (directory / INDEX).write_text(json.dumps({"weight_map": places}))

@@ -63,7 +63,7 @@ def demo(tokenizer_files: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sentinels_inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bare spiece.model made as mT5's: its sentinels are among its pieces."""
+    """A directory with only a spiece.model like mT5's, whose sentinels are among its pieces."""
     import sentencepiece
 
     directory = tmp_path_factory.mktemp("mt5")
@@ -259,7 +259,7 @@ OTHER_KINDS: dict[str, tuple[dict[str, object], str, str]] = {
 
 
 def trained(directory: Path, **options: Any) -> Path:
-    """A directory with a spiece.model alone, trained with these options."""
+    """A directory with only a spiece.model, trained with these options."""
     import sentencepiece
 
     lines = [QUICK[i:] + QUICK[:i] for i in range(len(QUICK))]

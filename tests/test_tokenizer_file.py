@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def old_form(content: dict[str, Any], settings: dict[str, Any]) -> None:
-    """As transformers 4 wrote T5's: of this, transformers 5 takes the normalisation of characters alone."""
+    """T5's tokenizer as transformers 4 wrote it: transformers 5 reads only the normalisation of characters from it."""
     strip = {"type": "Strip", "strip_left": False, "strip_right": True}
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
     content["normalizer"] = {"type": "Sequence", "normalizers": [content["normalizer"], strip, spaces]}
@@ -55,7 +55,7 @@ def old_form(content: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def declared(content: dict[str, Any], settings: dict[str, Any]) -> None:
-    """As transformers 4 wrote them, the settings hold the added tokens as well."""
+    """The settings as transformers 4 wrote them, with the added tokens."""
     settings["added_tokens_decoder"] = {
         str(token["id"]): {key: x for key, x in token.items() if key != "id"} for token in content["added_tokens"]
     }

@@ -75,7 +75,7 @@ def test_t5_in_shards_is_read(tmp_path: Path) -> None:
 
 
 class Runs:
-    """What a pickle calls when it is read."""
+    """An object whose pickle calls a function when it is read."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -157,7 +157,7 @@ def test_numbers_that_are_not_plain_are_refused(kind: str, tmp_path: Path) -> No
 
 
 def archive(file: Path, pickled: bytes, *packing: int, **members: bytes) -> None:
-    """Writes a file as torch's, of a pickle and members."""
+    """Writes a file in torch's format, from a pickle and members."""
     with zipfile.ZipFile(file, "w", packing[0] if packing else zipfile.ZIP_STORED) as out:
         for name, content in {"data.pkl": pickled, "data/0": bytes(24), **members}.items():
             out.writestr(f"x/{name}", content)
@@ -168,14 +168,14 @@ GLOBAL, SIX = b"ctorch._utils\n_rebuild_tensor_v2\n", b"K\x06"
 
 
 def one(size: bytes = SIX, shape: bytes = b"K\x06\x85", metadata: bytes = b"", key: bytes = b"X\x01\0\0\x000") -> bytes:
-    """The pickle of a tensor "a" of 6 zeros, written by hand."""
+    """A handwritten pickle of a tensor "a" of 6 zeros."""
     storage = b"(X\7\0\0\0storagectorch\nFloatStorage\n" + key + b"X\3\0\0\0cpu" + size + b"tQ"
     tensor = GLOBAL + b"(" + storage + b"K\0" + shape + b"K\1\x85\x89ccollections\nOrderedDict\n)R" + metadata + b"tR"
     return b"\x80\2}X\1\0\0\0a" + tensor + b"s."
 
 
 def deep(times: int = 60) -> bytes:
-    """A tuple of the tuple before it, twice: 2^times parts when it is written out."""
+    """A tuple with the previous tuple twice, repeatedly: it has 2^times parts when it is written out."""
     return b")" + b"q\0h\0\x86" * times
 
 

@@ -36,7 +36,7 @@ def batches(tokenizer):
 
 
 def train(config, arrays, *, steps=3, state=None):
-    """The final state and the metrics of each step, from a newborn or a given state (which is used up)."""
+    """The final state and the metrics of each step, from a new or a given state, which is consumed."""
     trainer, seen = shared_trainer(config), []
     state = state or trainer.fresh()
     for step in range(1, steps + 1):

@@ -471,7 +471,7 @@ def test_foreign_directories_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A Hugging Face model with a tokenizer, and the checkpoint made of it."""
+    """A Hugging Face model with a tokenizer, and the checkpoint converted from it."""
     root = tmp_path_factory.mktemp("converted")
     torch.manual_seed(5)
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}

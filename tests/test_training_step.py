@@ -28,7 +28,7 @@ SGD = optax.sgd(optax.constant_schedule(1.0))
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Offers what a step asks of `t5.T5`."""
+    """A model with the parts of `t5.T5` that a step uses."""
 
     dropout: float = 0.0
     config = FEW_WORDS
@@ -37,14 +37,14 @@ class Sums:
         return getattr(self, method)(variables["params"], *given, **options)
 
     def hidden(self, params, source, source_mask, inputs, mask, position, sees_source, *, deterministic, rngs):
-        """[G, N, D] for targets [G, N]; a group's sources lie side by side, as its tokens see them."""
+        """Outputs [G, N, D] for targets [G, N]; the sources of a group are concatenated, as its tokens see them."""
         known = (params["source"][source] * source_mask[..., None]).reshape(len(inputs), -1, WIDTH)
         seen = jnp.where(mask, 1 / (1 + jnp.maximum(position[:, :, None] - position[:, None], 0)), 0)
         found = seen @ params["target"][inputs] + sees_source.astype(jnp.float32) @ known
         return found if deterministic else found * jax.random.uniform(rngs["dropout"])
 
     def logits(self, params, hidden):
-        """[G, N, V]."""
+        """Logits [G, N, V]."""
         return hidden @ params["head"]
 
 
@@ -74,7 +74,7 @@ def batch_of(given, delay, pack=1):
 
 
 def summed_loss(params, given, delay):
-    """The sum over the tokens of all rows of all examples, and how many they are (paper, equation 6)."""
+    """The sum over the tokens of all rows of all examples, and the number of tokens (paper, equation 6)."""
     layouts = [[[0, *row, 1] for row in [*rows, []]] for _, rows in given]
     cells = [(e, *cell) for e, layout in enumerate(layouts) for cell in oracle.coordinates(layout, delay)]
     tokens = np.asarray([token for layout in layouts for row in layout for token in row])

@@ -194,7 +194,7 @@ def in_child(name: str, *numbers: int, seconds: float = 60) -> Verdict:
 
 @pytest.fixture
 def support(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes find the functions of `support.kernel_trials`."""
+    """Lets child processes import `support.kernel_trials`."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
 
 

@@ -103,7 +103,7 @@ def test_other_module_is_named_in_one_line(caplog, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run of a UMT5 on eight devices, whose parameters are parted."""
+    """A run of a UMT5 on eight devices, with sharded parameters."""
     model = dataclasses.replace(TINY, vocab_size=64, d_kv=4, num_heads=4, num_layers=1)
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     few = change(RUN, grid={"time_max": 6, "sub_max": 2}, train={"shapes": 1, "evaluate_every": 6}, mesh=mesh)
@@ -185,7 +185,7 @@ HEADS: dict[str, tuple[str, Any, tuple[bool, bool]]] = {  # with the fields tied
 
 
 def with_head(place: Path, head: str, tied: Any) -> Path:
-    """A directory of a UMT5 that transformers made."""
+    """A directory of a UMT5 that transformers wrote."""
     torch.manual_seed(1)
     facts = config_facts(TINY)
     model = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**facts))

@@ -144,7 +144,7 @@ def test_unique_rows_is_a_setting_of_resumed_decodes(made):
 
 
 def told(rows, *, delay, ended, order=None):
-    """Row events of what is written, in slices of steps as a stream gives them: tokens, then the rows that ended."""
+    """Row events of given rows, in slices of steps as in a stream: tokens, then the rows that ended."""
     letters = sorted((i * delay + j, i, token) for i, row in enumerate(rows) for j, token in enumerate(row))
     last = max((time for time, _, _ in letters), default=0) + 2
     waiting = [i for i, row in enumerate(rows) if row and ended[i]]

@@ -39,7 +39,7 @@ PLAIN = ["the fox", "jumps over a dog"]
 
 
 def madlad(directory: Path, unknown: int = 0, kind: str = "T5Tokenizer") -> Path:
-    """MADLAD's kind: `<unk>` is 0 and an eos 2, where T5 has its `<unk>`."""
+    """MADLAD's kind: `<unk>` is 0 and an eos is 2, the id of T5's `<unk>`."""
     inner = unigram(["<unk>", "<s>", "</s>", *WORDS, *LETTERS], unknown)
     inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
     save(directory, inner, pad_token="<s>", eos_token="</s>", unk_token="<unk>")
@@ -47,7 +47,7 @@ def madlad(directory: Path, unknown: int = 0, kind: str = "T5Tokenizer") -> Path
 
 
 def of_library(directory: Path) -> Callable[[str], list[int]]:
-    """The encoding of tokenizer.json by the library tokenizers alone."""
+    """The encoding of tokenizer.json by the library tokenizers."""
     inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     return lambda text: inner.encode(text, add_special_tokens=False).ids
 
@@ -105,7 +105,7 @@ def test_spiece_model_without_settings(options: dict[str, int], tmp_path: Path, 
 
 
 def ends_unknown(directory: Path) -> Path:
-    """Another kind: words, of which the last stands for unknown ones."""
+    """Another kind: words, of which the last is the unknown token."""
     inner = tokenizers.Tokenizer(models.WordLevel(numbered("</s>", "the", "fox", "other"), "other"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return save(directory, inner, eos_token="</s>", unk_token="other")

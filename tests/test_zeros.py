@@ -23,7 +23,7 @@ def whole(loop):
 
 
 def constants(jaxpr):
-    """The shapes of the large arrays that loops are given whole, and that no input decides."""
+    """The shapes of large arrays that loops read whole, and that do not depend on any input."""
     known, found = {}, []
     for step in jaxpr.eqns:
         inputs = [x for x in step.invars if not isinstance(x, jax.extend.core.Literal)]
