@@ -196,6 +196,19 @@ def _check_learned_settings(case: MethodCase) -> None:
                 refuse(case.method, "learned", found, f"method.{field.name}")
 
 
+def _check_blank_rows(case: MethodCase) -> None:
+    """Adds a row without tokens to targets with fewer rows than the grid; see the rule "blank rows"."""
+    room = np.inf if case.method.parts_text else case.strategy.places[0] or np.inf
+    for layout in (layout for layout in case.layouts if len(layout.rows) < room):
+        other = case.layout((*layout.rows[:1], " ", *layout.rows[1:]), f"{layout.where} with a blank row")
+        try:
+            is_same = not (other.is_whole and layout.is_whole) or sorted(other.read) == sorted(layout.read)
+        except UserError:  # such as a method with a fixed number of rows
+            continue
+        if not is_same:
+            refuse(case.method, f"target: {other.where}", f"{other.read} by decoding", f"{layout.read}")
+
+
 def _check_cuts(case: MethodCase) -> None:
     """Requires `was_cut` if the layout of a target changes when it is limited to few tokens."""
     for layout in case.layouts:
@@ -241,7 +254,7 @@ def _check_other_ids(case: MethodCase) -> None:
     free = [token for token in range(layouts.FIRST_WORD, case.model.vocab_size) if token not in used][::-1]
     if len(free) < 2:
         return
-    ids = Ids(*free[:2])
+    ids = Ids(bos=free[0], eos=free[1])
     strategy = methods.strategy_of(case.method, ids)
     for layout in whole:
         other = dataclasses.replace(layout, ids=ids, strategy=strategy, where=f"{layout.where}, with {ids}")
@@ -379,6 +392,11 @@ METHOD_REQUIREMENTS: tuple[Requirement[MethodCase], ...] = (
         "If each slot generates its target token, `order` and `read` return the rows of the target. `read` leaves out "
         "no row.",
         _check_read,
+    ),
+    Requirement(
+        "blank rows",
+        "A row without tokens changes no other row of the answer, or `target` refuses it.",
+        _check_blank_rows,
     ),
     Requirement(
         "answers are learned",
