@@ -353,7 +353,7 @@ def test_unknown_backbone_class_raises_one_line():
 
 
 class Named(T5Config):
-    """A T5 with a model_type of its own class."""
+    """A T5 whose model_type belongs to its own class."""
 
     model_types = ("named-t5", "t5")
 

@@ -97,8 +97,8 @@ def apart(
 ) -> list[float]:
     """The largest differences of results and gradients from those of `attend`, relative to the largest or to 1.
 
-    `arrays`: the number of arrays that hold queries, keys and values. None: as in the layers of a T5, one in
-    self-attention, and two in cross-attention.
+    `arrays`: the number of arrays with queries, keys and values. None: as in a T5, one in self-attention, and two in
+    cross-attention.
     """
     of_queries, of_keys, bucket = slots
     arrays = arrays or (2 if bucket is None else 1)

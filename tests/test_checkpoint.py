@@ -47,7 +47,7 @@ def test_buffers_may_be_donated_while_they_are_saved(tmp_path):
     "name, words", [("\udcff", "found a path that is not UTF-8"), ("\udcc3\udca9", "PYTHONUTF8=1")]
 )
 def test_path_that_is_not_utf_8_or_is_misread_is_refused(name, words):
-    """With PYTHONUTF8=0 Python keeps the bytes of a good name as halves of surrogate pairs."""
+    """With PYTHONUTF8=0 Python keeps the bytes of a valid name as halves of surrogate pairs."""
     with pytest.raises(UserError, match=words):
         check_place(Path("/runs") / name)
 

@@ -166,7 +166,7 @@ def test_other_framing_is_bounded_as_well(engine: ScriptedEngine, framing: str) 
 
 
 def test_other_requests_are_answered_while_small_chunks_arrive(engine: ScriptedEngine) -> None:
-    """For any number of clients, since a connection is read a few kilobytes at a time."""
+    """This holds for any number of clients, since a connection is read a few kilobytes at a time."""
     body, waits = chunks(b"a" * 10**6, 1), list[float]()
     with running(service(engine, body=2**20)) as port:
         threads = [

@@ -188,9 +188,9 @@ def test_random_models_cover_every_case():
     ],
 )
 def test_batches_with_pauses_equal_algorithm_1(delay, time_max, sub_max):
-    """Where an example has no open row it goes on to the next start: its calls are of other times than the others'.
+    """An example without an open row continues at the next start, so its calls have other times than the others'.
 
-    The last two have fewer rows in time than they may have: all may end, and time goes on to its end.
+    In the last two cases fewer rows start in time than the bound allows: all rows may end, and time runs to its bound.
     """
     strategy = Scripted(delay=delay, time_max=time_max, sub_max=sub_max)
     batches = [[[[2] * 49, [3] * 39], *[[[2] * n, [3] * 3] for n in range(1, 8)]]]

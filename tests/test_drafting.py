@@ -97,9 +97,9 @@ print(len(generator.decode([[5, 6, 7, 8, 9, 1]] * 8, batch_size=8)))
     ],
 )
 def test_calls_and_accepted_tokens_equal_the_wavefront(delay, time_max, sub_max, literal, most, unique):
-    """Of a perfect model and guesses that are wrong now and then; bounds cut answers in the middle of a draft.
+    """The model is perfect, and some guesses are wrong; bounds truncate answers in the middle of a draft.
 
-    With unique rows answers run in circles, and drafts may have begun rows that then do not begin.
+    With unique rows answers repeat rows, and drafts may have begun rows that then do not begin.
     """
     rng = np.random.default_rng([delay, time_max, sub_max, most])
     answers, tables = [], []

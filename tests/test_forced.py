@@ -61,7 +61,7 @@ def forced_table(strategy: Any, prefixes: list[list[int]]) -> np.ndarray:
     ],
 )
 def test_calls_equal_the_wavefront(delay: int, time_max: int, sub_max: int, literal: bool, drafts: bool) -> None:
-    """Of a perfect model; with drafts, guesses that are wrong now and then follow the forced tokens."""
+    """The model is perfect; with drafts, guesses follow the forced tokens, and some of them are wrong."""
     rng = np.random.default_rng([delay, time_max, sub_max, drafts])
     inner = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
     most = 4
@@ -113,9 +113,9 @@ def test_names_of_rows_that_start_together_cost_one_call() -> None:
 
 
 def test_a_call_feeds_only_what_it_can_accept() -> None:
-    """By hand: six rows with names of 3 tokens and right guesses of 2 more, of which a call feeds 4 for each row.
+    """By hand: six rows with names of 3 tokens and 2 more correct guesses, of which a call feeds 4 for each row.
 
-    The first call feeds row 0 up to time 4. So of each row below it can accept one token less, and row 5 cannot begin.
+    The first call feeds row 0 up to time 4. So it can accept one token less for each row below, and row 5 cannot begin.
     """
     answer = [[2 + i] * 7 for i in range(6)]
     drafts = Drafts(Table(), 2, trace=True)

@@ -128,7 +128,7 @@ def test_isolated_row_equals_a_separate_answer() -> None:
 def test_rows_of_other_groups_do_not_limit_forced_tokens() -> None:
     """By hand: three rows that start together, with names of 1, 4 and 0 tokens.
 
-    In groups of their own, the first call feeds both names, and the second the last token of each row. In the paper's
+    In separate groups, the first call feeds both names, and the second the last token of each row. In the paper's
     grid the name of row 1 waits for row 0: the calls feed its tokens up to the times 1, 2, 4 and 5.
     """
     answer = [[2, 3], [5, 6, 7, 8, 9], [7]]

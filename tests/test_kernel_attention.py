@@ -1,6 +1,6 @@
-"""Attention in int8, the encoder's and that to a source, equals softmax on heads made by hand.
+"""Attention in int8, in the encoder and to a source, equals softmax for constructed heads.
 
-Its C++ runs as with VNNI. Where this processor has no VNNI, `support/vnni/immintrin.h` computes its instructions.
+Its C++ runs as with VNNI. If this processor has no VNNI, `support/vnni/immintrin.h` computes its instructions.
 """
 
 import ctypes

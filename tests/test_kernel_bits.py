@@ -1,7 +1,7 @@
-"""The CPU kernel gives a query and a source bit-identical results with any other queries and sources beside them.
+"""The CPU kernel gives bit-identical results for a query and a source with any other queries and sources.
 
-With int8 a last bit can become the step of a digit, and that another token. So an answer would depend on drafts and on
-the batch.
+With int8 a difference in the last bit can change the step of a digit, and a step can change a token. So an answer would
+depend on drafts and on the batch.
 """
 
 import jax
@@ -32,12 +32,12 @@ def level(request, kernel_cache, monkeypatch):
 
 
 def logits(level, weights, calls, *, rejected=(), batch=1, slots=SOURCE):
-    """f32 [cells, V], of the last example, of queries that are fed in these calls, each a list of cells of the grid.
+    """The logits f32 [cells, V] of the last example, for queries in several calls, each a list of cells of the grid.
 
     Args:
-      rejected: calls of which nothing counts: what they fed is taken out again.
-      batch: the examples before the last one ask the first cell in each call.
-      slots: of the memory; those past the source are not numbers.
+      rejected: calls whose tokens are rejected and removed again.
+      batch: the number of examples; all except the last one query the first cell in each call.
+      slots: the slots of the memory; slots after the source are NaN.
     """
     model, own, ready, _ = made("silu", weights, level)
     c, rng = model.config, np.random.default_rng(0)

@@ -58,7 +58,7 @@ def test_estimate_is_close_to_the_compilers_allocation(source, mesh, train):
 
 
 def test_dtype_auto_counts_as_the_dtype_of_the_device(monkeypatch):
-    """As in the line of `pipejax train --dry-run`, whose config keeps "auto"."""
+    """The line of `pipejax train --dry-run`, whose config keeps "auto", counts it in the same way."""
     shapes = {"source": (8, 512), "inputs": (8, 64)}
 
     def total(dtype):

@@ -59,9 +59,9 @@ def known(seen: Sequence[int], token: int) -> float:
 
 
 def expected(rows: list[list[int]], condition: Condition, *, ends: Sequence[int], least: int = WHOLE) -> list[float]:
-    """The likelihoods of rows, each fed after its own beginning, in plain Python.
+    """The likelihoods of rows, each fed after its beginning, in plain Python.
 
-    Token j of a row sees the first Δt + j - 1 tokens of the row above, one Δt more of each row further up.
+    Token j of a row sees the first Δt + j - 1 tokens of the row above, and Δt more of each further row above.
     """
     fed = [[BOS if not i else ends[i - 1], *row] for i, row in enumerate(rows)]
     return scored(fed, rows, condition, ends=ends, least=least)

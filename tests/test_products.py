@@ -193,10 +193,10 @@ def test_bounds_hold_for_tables_of_rows_of_all_sizes(seed, by_bounds_and_by_prod
 
 
 def test_bounds_include_rounding_errors_tightly(by_bounds_and_by_products):
-    """The sums of a row, and of the same row in int8, are rounded apart as far as can be, each number in its direction.
+    """Rounding separates the sums of a row and of the same row in int8 as far as possible.
 
-    The row is exact in int8, 127 and many ones with a scale a little above 1. In the sum of whole numbers each small
-    number is a little less than half of the last place, and is lost. In the other sum it is a little more.
+    The row is exact in int8: 127 and many ones, with a scale slightly above 1. In the sum of whole numbers each small
+    number is slightly less than half of the last place, and is lost. In the other sum it is slightly more.
     """
     rows, x = np.ones((64, 256), np.float32), np.full(256, 2.0**-17 * (1 - 2.0**-18), np.float32)
     rows[:, 0], x[0] = 127, 130 / 127

@@ -131,7 +131,7 @@ RULES: dict[str, Callable[[], Any]] = {
 
 
 def mix(*numbers: Any) -> Any:
-    """As `support.hashed.mix`, in NumPy."""
+    """The hash of `support.hashed.mix`, in NumPy."""
     found: Any = np.uint32(0x9E3779B9)
     with np.errstate(over="ignore"):
         for number in numbers:

@@ -137,7 +137,7 @@ def changed(source: Path, target: Path, changes: list[Change]) -> Path:
 
 
 def texts() -> list[str]:
-    """Pieces, special tokens, and all that normalisation and the parting of words may change, in random order."""
+    """Pieces, special tokens, and characters that normalisation or splitting into words may change, in any order."""
     rng = random.Random(5)
     parts = [*TEXT.split(), "Lazy Dog", "lazy dog", "ox", "</s>", "<pad>", "<unk>", "<extra_id_0>", "<extra_id_19>"]
     parts += [

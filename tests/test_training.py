@@ -591,6 +591,19 @@ def test_dry_run_raises_errors_of_the_run(finished, tmp_path, said):
 
 
 @pytest.mark.slow
+def test_dry_run_finds_answers_of_end_tokens_alone_empty_as_the_run_does(tokenizer_files, tokenizer, tmp_path):
+    (end,) = tokenizer.encode("<pad>")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"source": "red apples", "targets": ["<pad>"]}\n' * 2)
+    settings = {"task": "jsonl", "train": str(data), "tokenizer": str(tokenizer_files), "empty_targets": "refuse"}
+    config = change(CONFIG, data=settings)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, other_eos_token_ids=(end,)))
+    for begin in (dry_run, loop.fit):
+        with pytest.raises(UserError, match="no answer"):
+            begin(config, tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_dry_run_does_not_change_existing_run(finished, said):
     before = files_of(finished)
     assert dry_run(CONFIG, finished) == 0

@@ -13,7 +13,7 @@ LARGE = 64  # elements
 
 
 def whole(loop):
-    """The inputs that each turn of a loop has whole: neither a slice of them nor what the turn before made."""
+    """The inputs that each iteration of a loop reads whole, except slices and results of the last iteration."""
     inner = loop.params["jaxpr"].jaxpr
 
     def alike(outer, inner):

@@ -149,7 +149,7 @@ def measured(config: Config, steps: int, *, again: bool = False) -> dict[str, An
 
 
 def line(result: dict[str, Any]) -> str:
-    """For people."""
+    """A result as a line of text."""
     utilisation = "utilisation unknown" if result["utilisation"] is None else f"{result['utilisation']:.1%} of its peak"
     memory = ", ".join(
         f"{'none reported' if size is None else f'{size / GIB:.2f} GiB'} {name}"

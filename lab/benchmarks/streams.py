@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def line(result: dict[str, Any]) -> str:
-    """For people."""
+    """A result as a line of text."""
     return (
         "{weights}: {events:.1f} events an answer; {decode_ms:.2f} ms, streamed {stream_ms:.2f} ms; "
         "{ratio:.3f} times as long, the first event after {first:.0%}".format(**result)

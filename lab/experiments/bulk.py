@@ -216,7 +216,7 @@ class Processes:
         self.executor.shutdown()
 
     def ask(self, work: bulk.BulkWork) -> dict[str, Any]:
-        """As `bulk.describe`."""
+        """The result of `bulk.describe`."""
         return self.executor.submit(bulk.describe, work).result()
 
     def map(self, work: bulk.BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:

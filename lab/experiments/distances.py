@@ -52,11 +52,11 @@ class Places(Method):
         return PipelinedMethod(GridConfig(delay=self.delay, time_max=self.times, sub_max=self.rows))
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """As pipelined."""
+        """The layout of the pipelined method."""
         return self._pipelined.target(rows, spells, ids, most=most, where=where)
 
     def most_slots(self, most: int) -> int:
-        """As pipelined."""
+        """The most slots of the pipelined method."""
         return self._pipelined.most_slots(most)
 
     def strategy(self, ids: Ids) -> decoding.Strategy:

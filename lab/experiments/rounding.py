@@ -104,7 +104,7 @@ def measured(
 
 
 def line(result: dict[str, Any]) -> str:
-    """For people."""
+    """A result as a line of text."""
     return "{weights:<10}{score:>8.2f}{equal:>8.1f}%{log_prob:>17.4f}{steps:>8.2f}{milliseconds:>10.2f}".format(
         **result
     )

@@ -67,7 +67,7 @@ class Way(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The label of the way in tables."""
         beams = f"-{self.beams}-beams" if self.beams > 1 else ""
         return f"{self.strategy}{beams}" + (f", as printed ({TIME_MAX}/{SUB_MAX})" if self.printed else "")
 
