@@ -49,7 +49,8 @@ def dry_run(config: Config, workdir: str | Path) -> int:
         directory = stack.enter_context(RunDirectory(stack.enter_context(tempfile.TemporaryDirectory())))
         store = stack.enter_context(contextlib.closing(Store(directory.path / "checkpoints", writable=True)))
         start = start_run(config, directory, store, examples.fingerprints)
-        trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
+        ends = start.trainer.model.config.end_token_ids
+        trained = answered(examples.train, start.tokenizer, config.data.empty_targets, ends)
         examples = dataclasses.replace(examples, train=trained)
         run = stack.enter_context(Run(start, examples, directory, store, stop, profile=0))
         memory = sum(estimator(run.trainer)(run.trainer.config).values()) / GIB
