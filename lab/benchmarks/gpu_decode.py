@@ -201,7 +201,7 @@ def cases(rehearse: bool) -> list[Case]:
 
 
 def launch_cases(rehearse: bool) -> list[Case]:
-    """A decode in one launch of a kernel (`lab.launch`), beside XLA's kernels."""
+    """A decode in one launch of a kernel (`lab.launch`), compared with XLA's kernels."""
     every, blocks = Decodes(rehearse), launch_blocks()
 
     def compare() -> Callable[[], Result]:

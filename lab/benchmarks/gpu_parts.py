@@ -205,7 +205,7 @@ def torch_graph(rehearse: bool) -> list[Case]:
 
 
 def agreements(rehearse: bool) -> list[Case]:
-    """Trials of own kernels as pipejax makes them, and own kernels of decoding beside XLA's."""
+    """Trials of own kernels as pipejax makes them, and comparisons of own kernels of decoding with XLA's."""
     interpret, tiny = jax.default_backend() != "gpu", SIZES["tiny"]
     layers: Any = {"num_layers": 2, "num_decoder_layers": 2}
     config: T5Config = dataclasses.replace(tiny if rehearse else SIZES["base"], **layers)

@@ -282,7 +282,7 @@ WEIGHTS: Table = (
     ("a config as a pointer", _put("hf/config.json", LFS), ("hf/config.json",), REFUSED, ()),
     ("of TensorFlow", _replaced("hf/model.safetensors", "hf/tf_model.h5"), ("tf_model.h5",), REFUSED, ()),
     (
-        "of TensorFlow, beside a Trainer's arguments",
+        "of TensorFlow, with a Trainer's arguments",
         _replaced("hf/model.safetensors", "hf/tf_model.h5", "hf/training_args.bin"),
         ("tf_model.h5",),
         REFUSED,
