@@ -76,7 +76,7 @@ def test_large_scores_stay_finite():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_bfloat16_keeps_its_dtype_and_stays_near(rate):
+def test_bfloat16_keeps_its_dtype_and_stays_close(rate):
     arrays = [draw((B, H, n, K), seed).astype(jnp.bfloat16) for seed, n in enumerate((Q, C, C))]
     bias, seed = draw((1, H, Q, C), 3), dropout.make_seed(jax.random.key(0)) if rate else None
 

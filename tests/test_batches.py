@@ -155,7 +155,7 @@ def test_shapes_are_chosen_by_a_sample_of_all_examples(tokenizer, monkeypatch):
     assert len(encoded) == 3  # texts have 2,099 characters
 
 
-def test_a_stream_holds_a_whole_draw(tokenizer):
+def test_stream_contains_a_whole_draw(tokenizer):
     examples = of_length(*range(1, 49))
     for size, refused in ((47, True), (48, False)):
         stream = Stream(["x"], lambda files, n=size: iter([examples[:n]]), size)

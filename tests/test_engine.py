@@ -107,7 +107,7 @@ def test_answers_equal_answers_decoded_alone(generator):
 
 
 @pytest.mark.slow
-def test_requests_against_repetition_beside_others(generator):
+def test_requests_against_repetition_do_not_change_other_answers(generator):
     """Each request has its settings; a request without them is answered as if the others had none."""
     given = texts(6)
     settings = [{}, {"repetition_penalty": 3.0}, {"no_repeat_ngram_size": 1, "repetition_penalty": 1.5}]

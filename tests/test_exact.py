@@ -205,7 +205,7 @@ def test_white_space_and_compatible_forms_do_not_hide_a_name(tmp_path, capsys, n
         *[("x", "b: x", False), (1, "1", False), ("x: y", "a: x: y", True)],
     ],
 )
-def test_rows_beside_an_object_are_read_by_its_keys_and_types(
+def test_rows_compared_with_an_object_are_read_by_its_keys_and_types(
     tmp_path, capsys, names: list[str], value: object, row: str, equal: bool
 ) -> None:
     more: dict[str, Any] = {"row_names": names} if names else {}

@@ -110,7 +110,7 @@ def test_quantised_weights_are_refused_with_the_method(kind: str, directory: Pat
         ("hf_quant_config.json", {"producer": {}}, "hf_quant_config.json"),
     ],
 )
-def test_settings_beside_plain_weights_are_reported(
+def test_quantization_settings_of_plain_weights_are_reported(
     file: str, text: dict[str, Any], expected: str, original: Path, directory: Path, capsys: Any
 ) -> None:
     """Parameters equal those of a conversion of the same directory without these settings."""

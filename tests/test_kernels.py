@@ -443,7 +443,7 @@ def test_shipped_kernel_needs_no_compiler_and_no_cache(kernel, kernel_cache, tmp
     assert cpu_kernel.use() == level and not said
 
 
-def test_a_shipped_kernel_of_other_sources_or_systems_is_left_alone(tmp_path, monkeypatch, said):
+def test_shipped_kernel_of_other_sources_or_systems_is_not_used(tmp_path, monkeypatch, said):
     level = cpu_kernel.LEVELS[-1]
     monkeypatch.setattr(cpu_kernel, "LEVELS", (level,))
     monkeypatch.setattr(cpu_kernel, "SHIPPED", tmp_path)
@@ -534,7 +534,7 @@ def test_unloadable_kernel_is_not_used_and_recompiled(tmp_path, monkeypatch, sai
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_a_cache_that_is_open_to_others_is_left_alone(tmp_path, monkeypatch, said):
+def test_cache_writable_by_others_is_not_used(tmp_path, monkeypatch, said):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))

@@ -85,7 +85,7 @@ def test_json_line_of_an_error_has_its_parts(capfd, monkeypatch):
     assert {name: line[name] for name in error.fields()} == error.fields()
 
 
-def test_server_error_has_the_parts_beside_those_of_openai():
+def test_server_error_has_the_parts_and_openais_fields():
     body = unsuitable("top_p", 3, "a number above 0, at most 1").body()["error"]
     assert body == {
         "message": "top_p: found 3; expected a number above 0, at most 1",

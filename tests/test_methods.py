@@ -118,7 +118,7 @@ def test_answers_and_scores_equal_plain_python(generator: Generator) -> None:
     assert len(seen) > 2  # answers of several lengths
 
 
-def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generator) -> None:
+def test_limit_to_source_allows_source_tokens_and_the_end_token(generator: Generator) -> None:
     texts = [[5, 7, 1], [3, 8, 6, 1]]
     for text, record in zip(texts, generator.decode(texts, limit="source", temperature=3.0), strict=True):
         assert {token for row in record["row_ids"] for token in row} <= {*text}  # and never 0

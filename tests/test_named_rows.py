@@ -338,7 +338,7 @@ def test_refused_example_is_named_and_lost_characters_are_logged(tokenizer, capl
             prefix_ids(tokenizer, name, "here")
 
 
-def test_training_rows_at_once_needs_their_names(tmp_path):
+def test_training_with_delay_0_needs_row_names(tmp_path):
     with pytest.raises(
         UserError, match=r"^grid\.delay: found 0 without grid\.row_names; expected the names of the rows"
     ):
@@ -366,7 +366,7 @@ def test_a_run_is_evaluated_with_its_names(tmp_path, tokenizer_files):
         assert all(row.startswith(name) for row, name in zip(sample["predicted"], NAMES, strict=True))
 
 
-def test_names_that_start_at_once_differ():
+def test_names_of_rows_that_start_together_must_differ():
     with refuses("grid.row_names", found="a name twice"):
         override(Config(), ["grid.delay=0", 'grid.row_names=["to:", "by:", "to:"]'])
     assert override(Config(), ["grid.delay=1", 'grid.row_names=["to:", "to:"]']).grid.row_names == ("to:", "to:")

@@ -436,7 +436,7 @@ def test_cell_of_several_lines_is_read_if_other_cells_are_quoted_correctly(name,
 
 @pytest.mark.parametrize("other", ['a 12" b', 'say "no" to it', '"a" b'])
 @pytest.mark.parametrize("before", [True, False])
-def test_two_column_lines_are_rows_beside_malformed_quotes(other, before, tmp_path, said):
+def test_two_column_lines_are_rows_despite_malformed_quotes(other, before, tmp_path, said):
     """They may be anywhere in the file, with bad lines skipped or not; text with such quotes alone is accepted."""
     rows = ['s1,"x', "s2,x", 's3,x"']
     stray = f"{other},y"

@@ -182,7 +182,7 @@ WRONG = [  # settings
 
 
 @pytest.mark.parametrize("given", [*UNKNOWN, *WRONG], ids=lambda given: f"{given}"[:50])
-def test_arguments_that_it_does_not_follow_are_refused_in_one_line(given: dict[str, Any], written: Any) -> None:
+def test_unsupported_arguments_are_refused_in_one_line(given: dict[str, Any], written: Any) -> None:
     key = next(iter(given))
     named = {"generation_config": "num_beams|do_sample|eos_token_id|dellay", "inputs": "input_ids"}.get(key, key)
     with pytest.raises(ValueError, match=rf"^({named}): found [^\n]*; (expected|more|nothing|without) [^\n]*$"):
@@ -216,7 +216,7 @@ def test_neutral_values_are_accepted(written: Any) -> None:
     assert written(generation_config=NO_CONFIG(num_beams=4), num_beams=1).tolist() == expected, "the argument counts"
 
 
-def test_a_source_keeps_its_end_token_if_it_is_also_the_filler(tmp_path: Path) -> None:
+def test_source_keeps_its_end_token_if_it_is_also_the_pad_token(tmp_path: Path) -> None:
     """As in transformers' own `generate`, no mask is inferred then."""
     generate = generate_of(dataclasses.replace(FEW_WORDS, pad_token_id=1), tmp_path)
     sources, whole = torch.randint(2, 9, (20, 4), generator=torch.Generator().manual_seed(0)), torch.ones((1, 4))

@@ -124,7 +124,7 @@ def test_labels_are_never_sampled(given, tmp_path, tokenizer_files, monkeypatch,
     with pytest.raises(UserError, match="enough"):
         lessons.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
     assert opened == [TEACHER.decode]
-    assert "whose answers are written with temperature 0" in caplog.text
+    assert "whose answers are generated greedily" in caplog.text
 
 
 def test_held_out_examples_are_never_trained_on(given, tmp_path, monkeypatch):

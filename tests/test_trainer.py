@@ -116,7 +116,7 @@ def test_rematerialisation_changes_no_gradient(batches, remat, dropout):
 # Batches.
 
 
-def test_packed_rows_hold_every_example_and_little_else(batches):
+def test_packed_rows_contain_every_example_with_little_padding(batches):
     for number in range(4):
         arrays = batches[number].arrays
         assert pack_size(CONFIG.train) == 3 and arrays["inputs"].shape[0] == 8 and arrays["source"].shape[0] == 24
@@ -153,7 +153,7 @@ def test_pack_follows_the_batch_size(size, pack):
     assert pack_size(TrainConfig(batch_size=size, pack=5)) == 5
 
 
-def test_fixed_batches_hold_everything_once(tokenizer):
+def test_fixed_batches_contain_each_example_once(tokenizer):
     encoded = [encode_example(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:31]]
     shapes = choose_shapes(demo.examples("dev"), tokenizer, CONFIG, MODEL)
     batches = list(fixed_batches(encoded, CONFIG.train, shapes))
@@ -365,7 +365,7 @@ def test_a_warmup_may_be_a_share_of_the_steps():
         ),
     ],
 )
-def test_weights_are_drawn_one_by_one_as_all_at_once(mesh, sizes):
+def test_weights_drawn_one_by_one_equal_weights_drawn_together(mesh, sizes):
     model, key = dataclasses.replace(DEEP, **sizes), jax.random.key(3)
     trainer = shared_trainer(change(CONFIG, mesh=mesh))
     places = sharding.param_shardings(model, jax.eval_shape(model.init_params, key), trainer.mesh)

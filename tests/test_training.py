@@ -101,7 +101,7 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
 
 
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
-def test_no_row_ends_in_its_middle(tokenizer, objective):
+def test_end_tokens_within_a_text_do_not_end_the_row(tokenizer, objective):
     """The tokenizer reads "</s>" as the token that ends a row."""
     config = change(CONFIG, train={"method": objective})
     spelt, plain = (

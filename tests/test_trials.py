@@ -165,7 +165,7 @@ def test_each_process_tries_without_a_cache(
     assert len(lines) == (why != "off")
 
 
-def test_processes_that_decide_at_once_do_not_wait_or_damage_the_file(verdicts: Path) -> None:
+def test_simultaneous_verdicts_do_not_wait_or_damage_the_file(verdicts: Path) -> None:
     script = """
 import logging, sys
 from pipejax.system import trials

@@ -79,7 +79,7 @@ def test_converted_run_names_its_class(tmp_path):
     assert described["class"] == "pipejax.backbones.umt5:UMT5Config"
 
 
-def test_a_run_of_a_shipped_backbone_opens_where_it_was_never_imported(monkeypatch):
+def test_run_of_a_shipped_backbone_opens_without_an_import(monkeypatch):
     text = config_lib.to_json(Config(model=TINY))
     monkeypatch.delitem(config_lib.files.sys.modules, "pipejax.backbones.umt5")
     assert type(config_lib.from_json(text, where="here").model).__qualname__ == "UMT5Config"

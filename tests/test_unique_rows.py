@@ -111,7 +111,7 @@ def test_without_the_setting_repeated_rows_are_kept_and_not_reported(made):
     assert "repeat" not in "".join(report.lines(METHOD))
 
 
-def test_an_unfinished_row_that_is_equal_so_far_is_left_out(made):
+def test_unfinished_row_that_equals_a_row_so_far_is_left_out(made):
     """The answer is truncated by time or by a request: no two rows of a record are equal."""
     found = record(made, Source("x", [1]), "pipelined", decoded([[A, B], [A], [A, B]], truncated="time_max"), 0)
     assert (found["row_ids"], found["repeated"], found["truncated"]) == ([[A, B], [A]], [2], "time_max")
