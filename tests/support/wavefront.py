@@ -87,7 +87,7 @@ def trace(
                 break
             guess = list(drafts(i, now - i * delay))
             guess = guess[: guess.index(eos) + 1] if eos in guess else guess
-            # Tokens that see unwritten tokens of rows above are not valid; there is no query at the last time-step.
+            # Tokens later than the drafts of the rows above cannot be valid; there is no query at the last time-step.
             guess = guess[: max(min(reach, time_max - 1) - now, 0)]
             proposed[i] = guess
             for t, token in enumerate([cells.get((i, now), 0), *guess], now):
