@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A practitioner's whole job, from a messy CSV to served tags and back to Hugging Face; three to five minutes on two cores.
+# A user's complete workflow, from a messy CSV to served tags and back to Hugging Face: three to five minutes on two cores.
 #
 #     make job                       # or: tests/job/run.sh [DIRECTORY]
 #
-# Each step checks its own result; the first that is wrong ends the job with its name and a status of 1.
+# Each step checks its result; the first wrong result ends the job with the name of the step and the exit status 1.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -15,7 +15,7 @@ export PYTHONPATH=$root JAX_PLATFORMS=cpu TQDM_DISABLE=1
 
 pipejax() { "$python" -m pipejax "$@"; }
 step() { current=$*; echo "== $*"; }
-check() { "$python" -c "$@" || { echo "FAILED: $current"; exit 1; }; } # Python that raises is a failure
+check() { "$python" -c "$@" || { echo "FAILED: $current"; exit 1; }; } # an exception in Python is a failure
 says() { grep -q -- "$1" "$2" || { echo "FAILED: $current: found no '$1' in $2:"; tail -20 "$2"; exit 1; }; }
 until_true() { # until_true PID COMMAND ...: waits until the command succeeds, or the process has ended
     local process=$1
@@ -25,14 +25,14 @@ until_true() { # until_true PID COMMAND ...: waits until the command succeeds, o
 has_checkpoint() { [ -n "$(find runs/tags/checkpoints -maxdepth 1 -name '[0-9]*' 2>/dev/null)" ]; }
 trap 'echo "FAILED: ${current:-start} (line $LINENO); files are in $folder"' ERR
 
-step "the files: a CSV as exports are, an archive in Parquet with nulls, a T5 of random weights"
+step "the files: a CSV like an export, an archive in Parquet with nulls, a T5 of random weights"
 "$python" "$root/tests/job/tickets.py" .
 pipejax convert from-hf tiny-t5 checkpoints/tiny-t5
 
 data=(--set data.task=csv --set "data.source_template=Title: {title} Text: {body}" --set data.targets=tags
     --set data.rows=delimiter --set "data.delimiter= | " --set "data.split=0.8,0.1,0.1" --set data.empty_targets=skip)
 
-step "data stats: what is dirty is counted"
+step "data stats: irregularities are counted"
 pipejax data stats csv --tokenizer checkpoints/tiny-t5/tokenizer "${data[@]}" --set data.skip_bad=true \
     --set data.train=tickets.csv >stats.txt 2>stats.log
 says "train" stats.txt
@@ -59,11 +59,11 @@ pipejax "${train[@]}" --set data.train=tickets.csv >refused.log 2>&1 || status=$
 says "tickets.csv:42" refused.log
 [ ! -e runs/tags ]
 
-step "train: interrupted after a checkpoint, and it goes on with the file at another place"
+step "train: interrupted after a checkpoint, and resumed with the file at another path"
 "$python" -m pipejax "${train[@]}" --set data.train=tickets.csv --skip-bad >train.log 2>&1 &
 job=$!
 until_true $job has_checkpoint
-kill -TERM $job # bash has background jobs ignore Ctrl-C's signal
+kill -TERM $job # bash makes background jobs ignore Ctrl-C's signal
 status=0
 wait $job || status=$?
 [ "$status" = 143 ]
@@ -79,7 +79,7 @@ pipejax evaluate --checkpoint runs/tags --best --split test --batch-size 8 --jso
     --predictions predictions.jsonl --set data.train=tickets.csv --skip-bad
 check 'import json; s = json.load(open("scores.json")); print(s["em_f1"]); assert s["em_f1"] > 60 and s["examples"] > 90'
 
-step "decode the CSV it was trained from, into a table"
+step "decode the CSV of the training into a table"
 head -60 tickets.csv >some.csv
 pipejax decode --checkpoint runs/tags --best --input some.csv --skip-bad --output tags.csv 2>decode.log
 pipejax decode --checkpoint runs/tags --best --input some.csv --skip-bad --output tags.jsonl
@@ -117,7 +117,7 @@ from pyarrow import parquet
 lines = parquet.read_table("archive-tags.parquet").to_pylist()
 assert len(lines) == 300 and all(line["text"] for line in lines[:9]), lines[:9]'
 
-step "bulk over Parquet with nulls, twice: the second time nothing is left to do"
+step "bulk over Parquet with nulls, twice: the second run has nothing to do"
 bulk=(bulk --checkpoint runs/tags --best --input archive.parquet --output archive-tags --block 100 --workers 1)
 if "$python" -c 'import ray' 2>/dev/null; then
     pipejax "${bulk[@]}"
@@ -142,7 +142,7 @@ pipejax convert from-hf tags-hf checkpoints/back
 pipejax decode --checkpoint checkpoints/back --input some.csv --skip-bad --output back.jsonl
 cmp tags.jsonl back.jsonl
 
-step "LoRA on top of it"
+step "LoRA training from this run"
 pipejax train --config tags.py --workdir runs/lora "${data[@]}" --set data.train=tickets.csv --skip-bad \
     --set train.init_from=runs/tags --set train.lora_rank=4 --set train.steps=10 --set train.warmup_steps=1 \
     --set train.evaluate_every=10 --set train.checkpoint_every=10 >lora.log 2>&1
