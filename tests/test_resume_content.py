@@ -259,7 +259,7 @@ def test_rows_are_taught_by_the_best_step(
         told = begun(tmp_path, caplog, taught)
         name = "best step 3" if best else "step 0"
         way = f"learning from {run_with_best}, {name}, whose answers are generated greedily"
-        assert told[0] == way and told[1].endswith(f"(its {name})")
+        assert told[0] == way and told[1].endswith(f"({name})")
         answers.append(json.loads((workdir / "labels" / "settings.json").read_text())["weights"])
         taught()  # a repetition has nothing to do
     assert answers[0] != answers[1]

@@ -93,8 +93,12 @@ def teach(
         config = lesson(generator.config, checkpoint, overrides, best=best)
         require_tokenizer(generator, checkpoint)
         decode, step = generator.config.decode, f"{'best ' if best else ''}step {generator.origin['step']}"
-        way = f"{decode.beams} beams" if decode.beams > 1 else f"temperature {decode.temperature:g}"
-        logger.info(f"learning from {checkpoint}, {step}, whose answers are written with {way}")
+        way = (
+            f"with {decode.beams} beams"
+            if decode.beams > 1
+            else (f"with temperature {decode.temperature:g}" if decode.temperature else "greedily")
+        )
+        logger.info(f"learning from {checkpoint}, {step}, whose answers are generated {way}")
         place, seed = directory.path / DIRECTORY, config.train.seed
         made = part(label(place, generator, source, method=METHOD, held_out=held_out, seed=seed), config)
         del generator  # frees memory for training
