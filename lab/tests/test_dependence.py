@@ -33,7 +33,9 @@ def test_rows_lost_by_the_runs_of_the_page() -> None:
 def test_files_without_results_are_refused(tmp_path: Path) -> None:
     for text in ("", "{}", json.dumps({"cells": []})):
         (tmp_path / "x.json").write_text(text)
-        with pytest.raises(UserError, match=r"^--trained .*x\.json: found .*; expected what lab\.experiments\.probes"):
+        with pytest.raises(
+            UserError, match=r"^--trained .*x\.json: found .*; expected results of lab\.experiments\.probes"
+        ):
             dependence.read_gaps(str(tmp_path / "x.json"))
 
 

@@ -198,7 +198,9 @@ def test_results_of_other_settings_are_refused(tmp_path, monkeypatch) -> None:
     canned(monkeypatch)
     arguments = ["--kinds", "sorted", "--delays", "1", "--seeds", "1", "--workdir", str(tmp_path)]
     assert probes.main(arguments) == 0
-    with pytest.raises(UserError, match=r"sorted-sequential-seed0/result\.json: train\.steps: \d+ -> 7; expected no"):
+    with pytest.raises(
+        UserError, match=r"sorted-sequential-seed0/result\.json: train\.steps: \d+ -> 7; expected the settings"
+    ):
         probes.main([*arguments, "--set", "train.steps=7"])
     monkeypatch.setattr(probes, "EXAMPLES", {"train": 21, "test": 30})
     with pytest.raises(UserError, match=r"result\.json: data: '\w+' -> '\w+'"):
