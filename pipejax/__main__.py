@@ -55,7 +55,7 @@ def usage() -> str:
     """The list of commands."""
     lines = [
         (
-            "usage: pipejax COMMAND ...   (not installed: python -m pipejax COMMAND; pipejax "
+            "usage: pipejax COMMAND ...   (without installation: python -m pipejax COMMAND; pipejax "
             "COMMAND --help describes one)"
         ),
         "",
