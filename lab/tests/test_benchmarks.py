@@ -265,9 +265,8 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypa
     calls = {result["system"]: result["calls"] for result in json.loads(output.read_text())["results"]}
     length = len(tokenizer.encode(f"{text[5:25]}; {text[45:60]}")) + 1
     assert calls["sequential"] == length and calls["hf+assistant"] < length
-    assert calls["sequential+model"] == -(
-        -length // 4
-    )  # all drafts are correct: a call writes three drafted tokens and one more
+    # All drafts are correct: a call writes three drafted tokens and one more.
+    assert calls["sequential+model"] == -(-length // 4)
     assert calls["sequential+source"] < length and calls["pipelined+model"] < calls["pipelined"]
     assert calls["pipelined+spans"] < calls["pipelined"]
     assert "sequential+source" in capsys.readouterr().out
