@@ -14,9 +14,20 @@ from pipejax.apps.picture import record as picture
 from pipejax.apps.serving.answer import Event, Request
 from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.row_text import Writing
-from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import TRUNCATIONS, Decoded, Drafts, Pipelined, Sampling, Trace, with_drafts
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
+from pipejax.decoding import (
+    TRUNCATIONS,
+    Decoded,
+    Drafts,
+    Pipelined,
+    Sampling,
+    Sequential,
+    Trace,
+    repeated_parts,
+    with_drafts,
+)
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
+from pipejax.decoding.times import NEVER
 from pipejax.inference import streaming
 from pipejax.inference.answers import count, record_of
 from pipejax.inference.decoding_options import seed_of
@@ -343,3 +354,91 @@ def test_rows_with_prefixes_may_repeat():
         left_out += len(found["repeated"])
         in_circles += expected.truncated is None and [0, 1] not in expected.all_rows
     assert left_out > 8 and in_circles > 1
+
+
+# Sequential answers.
+
+
+@pytest.mark.parametrize(
+    "method, separator, why",
+    [
+        ("sequential", " ; ", None),
+        ("none", " ; ", "pipejax did not train these weights"),
+        ("sequential", " small old ", "data.separator ' small old ' is not a single token of this tokenizer"),
+        ("sequential", " ", "data.separator ' ' is not a single token of this tokenizer"),
+    ],
+)
+def test_separator_of_one_token_ends_repetitive_answers(method, separator, why, tokenizer, caplog) -> None:
+    config = Config(
+        model=MODEL,
+        data=DataConfig(separator=separator),
+        train=TrainConfig(method=method),
+        decode=DecodeConfig(unique_rows=True),
+    )
+    of = Generator(config, oracle.random_params(MODEL, np.random.default_rng(4)), tokenizer)
+    strategy: Any = of.make_strategy("sequential")
+    lines = [line for line in caplog.messages if line.startswith("decode.unique_rows")]
+    if why is None:
+        assert (tokenizer.piece(strategy.separator).strip("\u2581 "), lines) == (";", [])
+    else:
+        assert strategy.separator is None
+        assert lines == [f"decode.unique_rows: repeated rows are left out, but do not end an answer: {why}"]
+
+
+def first_repetition(tokens: list[int], separator: int) -> int | None:
+    """The number of tokens up to the separator after two consecutive rows that both equal rows before them."""
+    rows: list[list[int]] = [[]]
+    was_repeated = False
+    for number, token in enumerate(tokens, 1):
+        if token != separator:
+            rows[-1].append(token)
+            continue
+        is_repeated = bool(rows[-1]) and rows[-1] in rows[:-1]
+        if is_repeated and was_repeated:
+            return number
+        was_repeated = is_repeated
+        rows.append([])
+    return None
+
+
+def test_first_repetition_equals_plain_python() -> None:
+    """In answers of two to four different tokens, of which several are new since the last call."""
+    rng, found, some = np.random.default_rng(0), jax.jit(repeated_parts.find_end, static_argnums=3), 0
+    for _ in range(300):
+        tokens = rng.integers(3, 3 + rng.integers(2, 5), (4, 24)).astype(np.int32)
+        after = rng.integers(0, 25, 4)
+        wholes = [first_repetition(line[:n].tolist(), 3) for line, n in zip(tokens, after, strict=True)]
+        before = [int(rng.integers(0, whole or n + 1)) for whole, n in zip(wholes, after, strict=True)]
+        ends = found(tokens[:, None], np.asarray(before, np.int32)[:, None], after.astype(np.int32)[:, None], 3)
+        assert ends[:, 0].tolist() == [NEVER if whole is None else whole for whole in wholes]
+        some += sum(whole is not None for whole in wholes)
+    assert some > 50
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [None, pytest.param(Jacobi(), marks=pytest.mark.slow), FromModel(least=0.0)],
+    ids=lambda x: type(x).__name__,
+)
+def test_sequential_answers_of_random_models_end_at_the_first_repetition(drafter: Any) -> None:
+    """The token 3 is the separator; with drafts several rows may be repeated in a single call."""
+    strategy: Any = Sequential(24, separator=3)
+    strategy = strategy if drafter is None else with_drafts(strategy, Drafts(drafter, 6))
+    small = FEW_WORDS if isinstance(drafter, FromModel) else None
+    program, plain = compiled(FEW_WORDS, strategy, small=small), compiled(FEW_WORDS, Sequential(24))
+    repeated = 0
+    for seed in range(40):
+        rng = np.random.default_rng([seed, 5])
+        params, texts = oracle.random_params(FEW_WORDS, rng), sources(rng, 4, FEW_WORDS.vocab_size)
+        params["shared"]["embedding"][3] *= 2
+        other = (params,) if small else ()
+        found, whole = (
+            jax.device_get(x) for x in (program(params, *padded(texts), *other), plain(params, *padded(texts)))
+        )
+        for b in range(len(texts)):
+            (tokens,) = rows_of(whole, b)
+            expected = tokens, int(whole.steps[b]), TRUNCATIONS[whole.truncated[b]]
+            if (count := first_repetition(tokens, 3)) is not None:
+                expected, repeated = (tokens[: count - 1], count, None), repeated + 1
+            assert (*rows_of(found, b), int(found.steps[b]), TRUNCATIONS[found.truncated[b]]) == expected
+    assert repeated > 8

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import flax.struct
 import jax.numpy as jnp
 
+from pipejax.decoding import repeated_parts
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERY_COUNTS
 from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
@@ -44,7 +45,7 @@ from pipejax.decoding.drafters.drafter_checks import check_draft
 from pipejax.decoding.forced import after_forced, append_forced, find_forced
 from pipejax.decoding.gathering import CERTAIN, DRAFTED, PROBE, Query, count_slots
 from pipejax.decoding.rows import OnGrid, Rows, RowState
-from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, wants
+from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, separator_of, wants
 from pipejax.decoding.strategy_checks import check_rows, check_state
 from pipejax.decoding.times import NEVER, count_before
 from pipejax.system import Tree
@@ -297,14 +298,18 @@ class Drafts:
             probed = _with_answers(probed, answers[:, of_rows:], None if outputs is None else outputs[:, of_rows:])
         live, answers = old.live, answers[:, :of_rows].reshape(old.live.shape)
         verdict = verify(rows, state, answers)
-        # First as if every row with queries had begun; `begins` then determines which of them did.
-        ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
         place = jnp.arange(rows.time_max) - state.length[:, :, None]
         found = jnp.take_along_axis(answers.swapaxes(1, 2), jnp.clip(place, 0, width - 1), axis=2)
+        written = jnp.where(place >= 0, found, state.tokens)
+        if (separator := separator_of(rows)) is not None:
+            repeated = repeated_parts.find_end(written, state.length, state.length + verdict.gain, separator)
+            gain = jnp.minimum(verdict.gain, repeated - state.length)
+            verdict = verdict._replace(gain=gain, ends=verdict.ends & (gain == verdict.gain) | (repeated < NEVER))
+        # First as if every row with queries had begun; `begins` then determines which of them did.
+        ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
         if circle is not None:
             # Rows that turn out not to begin are compared too. This is harmless: they could only add a later time.
-            tokens = jnp.where(place >= 0, found, state.tokens)
-            circle = jnp.minimum(circle, rows.find_circle(tokens, length, ended, verdict.ends))
+            circle = jnp.minimum(circle, rows.find_circle(written, length, ended, verdict.ends))
         begins = started | ((verdict.gain > 0) & rows.may_begin(ended, length, circle))
         gain, ends = jnp.where(begins, verdict.gain, 0), verdict.ends & begins
         ended, length = state.ended | ends, state.length + gain

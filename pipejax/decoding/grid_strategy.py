@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import grid
+from pipejax.decoding import repeated_parts
 from pipejax.decoding.drafters.drafter import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query
 from pipejax.decoding.rows import Rows, RowState
-from pipejax.decoding.strategy import TRUNCATIONS, Array, Decoded, SourceIds, ends_of, is_end
+from pipejax.decoding.strategy import TRUNCATIONS, Array, Decoded, SourceIds, ends_of, is_end, separator_of
 from pipejax.decoding.times import NEVER
 from pipejax.system import Tree
 
@@ -124,6 +125,8 @@ class GridStrategy(Rows):
         ends = asked & is_end(answers, ends_of(self))
         here = asked[:, :, None] & (jnp.arange(self.time_max) == state.length[:, :, None])
         tokens, length = jnp.where(here, answers[:, :, None], state.tokens), state.length + asked
+        if (separator := separator_of(self)) is not None:
+            ends |= asked & (repeated_parts.find_end(tokens, state.length, length, separator) <= length)
         ended, circle = state.ended | ends, state.circle
         if circle is not None:
             circle = jnp.minimum(circle, self.find_circle(tokens, length, ended, ends))
@@ -217,13 +220,17 @@ class Pipelined(GridStrategy):
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(GridStrategy):
-    """Ordinary greedy decoding of T5, the baseline: a grid of one row."""
+    """Ordinary greedy decoding of T5, the baseline: a grid of one row.
+
+    With a `separator`, an answer ends when it repeats itself: see `repeated_parts.find_end`.
+    """
 
     max_length: int  # the most tokens of an answer, the end token included
     bos: int = 0
     eos: int = 1
     other_ends: tuple[int, ...] = ()  # further tokens that end an answer
     drafts: Drafts | None = None
+    separator: int | None = None  # the token between two rows of an answer that must not repeat itself
 
     delay = 0
     sub_max = 1

@@ -113,6 +113,21 @@ def rule_settings(config: Config, method: Method, tokenizer: Tokenizer | None) -
     )
 
 
+def end_repetitions(
+    strategy: Strategy, config: Config, method: Method, tokenizer: Tokenizer | None
+) -> tuple[Strategy, str]:
+    """Lets the answers of a method that parts a text into rows end when the rows repeat, for `decode.unique_rows`.
+
+    Returns:
+      The strategy, and the reason why answers do not end so, or "".
+    """
+    if not (config.decode.unique_rows and method.parts_text and "unique" in method.can):
+        return strategy, ""
+    if config.train.method == "none":
+        return strategy, "pipejax did not train these weights"
+    return (strategy, "there is no tokenizer") if tokenizer is None else method.end_repetitions(strategy, tokenizer)
+
+
 def constraints_of(
     source: Source, method: Method, strategy: Strategy, *, settings: RuleSettings, tokenizer: Tokenizer | None
 ) -> Constraints:

@@ -457,6 +457,10 @@ class Generator:
         if decode.unique_rows and "unique" not in method.can:
             does = methods.ABILITIES["unique"].does
             lines.append(f"decode.unique_rows: repeated rows are left out, but {method.label} does not {does}")
+        if self.answer_format is None:
+            made, why = decoding_options.end_repetitions(made, self.config, method, self.tokenizer)
+            if why:
+                lines.append(f"decode.unique_rows: repeated rows are left out, but do not end an answer: {why}")
         if lost := [end for end in self.ids.other_ends if end not in ends_of(made)]:
             names = " and ".join(map(str, lost))
             lines.append(

@@ -230,6 +230,14 @@ class Method:
         """
         return rows
 
+    def end_repetitions(self, strategy: "Strategy", spells: Spells) -> "tuple[Strategy, str]":
+        """The strategy whose answers end when their rows repeat, for `decode.unique_rows`, and "".
+
+        If the method parts a text into rows (`parts_text`) and cannot let answers end so: the strategy without a
+        change, and the reason.
+        """
+        return strategy, ""
+
     def extra_allowed_ids(self, spells: Spells) -> list[int]:
         """Ids, other than end tokens, that an answer may contain even if its source does not."""
         return []

@@ -114,6 +114,19 @@ class SequentialMethod(Method):
 
         return Sequential(self.max_length, ids.bos, ids.eos, ids.other_ends)
 
+    def end_repetitions(self, strategy: "Strategy", spells: Spells) -> "tuple[Strategy, str]":
+        """See `Method`. The separator must be a single token, to which only spaces may be added."""
+        from pipejax.decoding.grid_strategy import Sequential
+
+        assert isinstance(strategy, Sequential), "`Beams` lacks the ability"
+        letter, begun, whole = (spells.encode(text) for text in ("a", f"a{self.separator}", f"a{self.separator}a"))
+        # After the separator's own tokens, the encodings may differ by a space that belongs to the next row.
+        same = [a == b for a, b in zip(begun, whole, strict=False)]
+        own, core = whole[len(letter) : [*same, False].index(False)], self.separator.strip(" ")
+        if not core or len(own) != 1 or spells.decode(own).strip() != core:
+            return strategy, f"data.separator {self.separator!r} is not a single token of this tokenizer"
+        return strategy.replace(separator=own[0]), ""
+
     def extra_allowed_ids(self, spells: Spells) -> list[int]:
         """See `Method`. The ids of the separator between two rows."""
         between = self.separator
@@ -150,7 +163,7 @@ class Beams(SequentialMethod):
     beams: int = 2  # the number of hypotheses
     length_penalty: float = 1.0  # the exponent p of the score log-probability / length**p
 
-    can: ClassVar[frozenset[str]] = frozenset(("unique", "export", "generate"))
+    can: ClassVar[frozenset[str]] = frozenset(("export", "generate"))
 
     @property
     def label(self) -> str:
