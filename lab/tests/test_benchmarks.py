@@ -255,15 +255,16 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypa
     """Every system writes the answers of the file, or fails; drafts are correct as often as answers copy."""
     monkeypatch.setattr(drafts, "GRID", Pipelined(delay=1, time_max=32, sub_max=3))  # fewer sizes to compile
     text = demo.examples("test")[0].source
-    file, output = tmp_path / "copied.jsonl", tmp_path / "out.json"
-    file.write_text(json.dumps({"source": text, "targets": [text[5:25], text[45:60]]}) + "\n")
+    words, file, output = text.split(), tmp_path / "copied.jsonl", tmp_path / "out.json"
+    rows = [" ".join(words[1:6]), " ".join(words[8:12])]
+    file.write_text(json.dumps({"source": text, "targets": rows}) + "\n")
     names = "sequential,sequential+source,sequential+model,pipelined,pipelined+model,pipelined+spans,"
     names += "hf+lookup,hf+assistant"
     flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--small", "tiny", "--rounds", "1"]
     flags += ["--max-source", "96", "--systems", names, "--tokens", "3", "--threads", "1"]
     assert drafts.main([*flags, "--json", str(output)]) == 0
     calls = {result["system"]: result["calls"] for result in json.loads(output.read_text())["results"]}
-    length = len(tokenizer.encode(f"{text[5:25]}; {text[45:60]}")) + 1
+    length = len(tokenizer.encode("; ".join(rows))) + 1
     assert calls["sequential"] == length and calls["hf+assistant"] < length
     # All drafts are correct: a call writes three drafted tokens and one more.
     assert calls["sequential+model"] == -(-length // 4)
