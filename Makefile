@@ -47,7 +47,7 @@ check: venv  ## lint, format, the rules of this repository, and types: ruff, too
 package:  ## build the wheels, install each alone, and decode with it; make package OUT=DIR keeps them
 	@tools/package.sh "$(PYTHON)" "$(OUT)"
 
-docs: venv-docs  ## the site, into docs/_build/html; a warning is an error
+docs: venv-docs  ## the site, into docs/_build/html, in minutes; a warning is an error
 	@$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
