@@ -57,7 +57,10 @@ MOVED = {
 MOVED_NAMES = {
     "pipejax.decoding:Grammar": "pipejax.apps.schemas.grammar:Grammar",
     "pipejax.decoding:Table": "pipejax.apps.schemas.grammar:Table",
-    "pipejax.metrics:gap": "pipejax.apps.compare.bootstrap:gap",
+    **{
+        f"pipejax.metrics:{name}": f"pipejax.apps.compare.bootstrap:{name}"
+        for name in ("bootstrap", "gap", "intervals")
+    },
 }
 
 # Former dotted key of a setting -> present one.
