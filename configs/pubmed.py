@@ -32,5 +32,5 @@ config = paper(
     max_target=1024,
     max_length=1024,
     separator=" ",
-    pack=1,  # three targets of this length in one row of slots would not fit
+    pack=1,  # three targets of this length in one sequence would not fit
 )

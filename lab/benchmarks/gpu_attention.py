@@ -58,7 +58,7 @@ class Attention:
         encoder = Slots(jnp.where(tokens < real, 0, -1), position=place, consecutive=True)
         decoder = Slots(jnp.zeros_like(row), row, time_, row + time_)
         sides = {"encoder": (encoder, encoder), "decoder": (decoder, decoder)}
-        self.queries, self.keys = sides.get(kind) or (Slots(decoder.example), Slots(encoder.group))
+        self.queries, self.keys = sides.get(kind) or (Slots(decoder.example), Slots(encoder.example))
         rng = np.random.default_rng(0)
 
         def draw(slots: Slots, scale: float = width**-0.25) -> Array:

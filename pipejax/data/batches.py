@@ -39,10 +39,10 @@ class Batch(NamedTuple):
 
 
 def pack_size(config: TrainConfig) -> int:
-    """Returns the number of examples packed into a row of target slots: `train.pack`, or 1 to 4 if that is 0.
+    """Returns the number of targets packed into a sequence: `train.pack`, or 1 to 4 if that is 0.
 
     The choice depends on the batch size and not on the mesh, so that a run has the same batches and the same dropout on
-    any number of devices. It leaves a whole number of rows for each of gcd(batch size, 8) devices.
+    any number of devices. It leaves a whole number of sequences for each of gcd(batch size, 8) devices.
     """
     if config.pack:
         return config.pack

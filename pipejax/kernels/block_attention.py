@@ -225,12 +225,12 @@ def difference(width: int, *, trains: bool = True, interpret: bool = False) -> A
     ]
     table = jnp.asarray(rng.standard_normal((32, heads)), jnp.float32)
     bucket = jnp.asarray(np.minimum(np.abs(np.arange(-128, 129)) // 8, 15) + 16 * (np.arange(-128, 129) < 0))
-    group = jnp.asarray(np.where(np.arange(length) < np.array([[170], [90]]), 0, -1))
+    example = jnp.asarray(np.where(np.arange(length) < np.array([[170], [90]]), 0, -1))
     row, time = jnp.arange(length) // 40, jnp.arange(length) % 40
-    row, time = jnp.broadcast_to(row, group.shape), jnp.broadcast_to(time, group.shape)
+    row, time = jnp.broadcast_to(row, example.shape), jnp.broadcast_to(time, example.shape)
     whole = jnp.where(jnp.arange(length) < jnp.asarray([[length], [90]]), 0, -1)
-    position = jnp.broadcast_to(jnp.arange(length), group.shape)
-    sides = Slots(group, row, time, row + time), Slots(whole, position=position, consecutive=True)
+    position = jnp.broadcast_to(jnp.arange(length), example.shape)
+    sides = Slots(example, row, time, row + time), Slots(whole, position=position, consecutive=True)
     # Queries, keys and values are one array, as in self-attention, or two, as in cross-attention.
     of_sides = [
         _difference(given, table, bucket, slots, one_array=one_array, trains=trains, interpret=interpret)
