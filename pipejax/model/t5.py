@@ -369,8 +369,8 @@ class T5(nn.Module):
           source_mask: bool [B, L], True at real tokens.
           tokens: i32 [G, N], the inputs of G sequences. Sequence g attends to the concatenated encodings of the sources
             g * B / G to (g + 1) * B / G - 1.
-          mask: bool [G|1, N, N]; for attention in blocks the slots, in which `example` is the number of the source within
-            the sequence, 0 to B / G - 1.
+          mask: bool [G|1, N, N]; for attention in blocks the slots, in which `example` is the number of the source
+            within the sequence, 0 to B / G - 1.
           position: i32 [G|1, N]; the distance to a visible slot is this position minus the slot's position.
           memory_mask: bool [G, N, B / G * L], the source tokens that each slot may see, where True at padding has no
             effect; None: all sources of its sequence.
