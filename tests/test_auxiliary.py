@@ -131,7 +131,7 @@ def test_a_drafter_finds_the_parameters_of_its_run(base: Path, run: Path) -> Non
         pipejax.load(base, overrides=named)
     vector = checkpoint.open_auxiliary(run, pipejax.load(base).origin["params_fp"])["vector"]
     np.testing.assert_array_equal(vector, arrays(run, "auxiliary")["['vector']"])
-    with refuses(run, found="trained beside the model with params_fp"):
+    with refuses(run, found="trained for the model with params_fp"):
         checkpoint.open_auxiliary(run, "another")
     with refuses(base, found="no auxiliary parameters"):
         checkpoint.open_auxiliary(base, "")
@@ -151,7 +151,7 @@ def test_conversions_keep_the_parameters(run: Path, tmp_path: Path) -> None:
     changed = load_file(weights)
     changed["shared.weight"] = changed["shared.weight"] + 1
     save_file(changed, weights, metadata={"format": "pt"})
-    with refuses("auxiliary.safetensors", found="trained beside the model with params_fp"):
+    with refuses("auxiliary.safetensors", found="trained for the model with params_fp"):
         from_hf(tmp_path / "hf", tmp_path / "other")
     (tmp_path / "hf" / "auxiliary.safetensors").unlink()
     with refuses("auxiliary.safetensors", "no such file"):

@@ -239,7 +239,7 @@ def test_names_of_an_earlier_release_of_transformers_are_read(target: str, tmp_p
     config.write_text(config.read_text().replace(r"text_model\\.", ""))
     factors = peft_adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])
     assert check_matrices("t5gemma2", factors, torchs) == len(factors) // 2
-    line = f"{file}: its modules have names of an earlier release of transformers, which PEFT may leave out"
+    line = f"{file}: its modules have names of an earlier release of transformers; PEFT may skip modules"
     assert capsys.readouterr().err.count(line) == 1
 
 

@@ -568,7 +568,7 @@ def test_tagger_that_cannot_be_used_raises_one_line(given: Path, tagged: Path, t
     assert isinstance(config.model, T5Config)
     other = oracle.random_params(config.model, np.random.default_rng(8))
     checkpoint.save_params(tmp_path / "other", config, other)
-    with refuses(f"decode.draft: {tagged}", found="trained beside the model with params_fp"):
+    with refuses(f"decode.draft: {tagged}", found="trained for the model with params_fp"):
         pipejax.load(tmp_path / "other", overrides={"decode.draft": "spans", "decode.draft_checkpoint": str(tagged)})
 
 

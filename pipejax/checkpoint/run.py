@@ -82,10 +82,10 @@ def open_auxiliary(directory: str | Path, fingerprint: str) -> Tree:
 
     Args:
       directory: the run directory.
-      fingerprint: the `params_fp` of the model beside which the parameters are used; "": nothing is compared.
+      fingerprint: the `params_fp` of the model with which the parameters are used; "": nothing is compared.
 
     Raises:
-      UserError: the run cannot be read, has no auxiliary parameters, or trained these parameters beside another model.
+      UserError: the run cannot be read, has no auxiliary parameters, or trained these parameters for another model.
     """
     restored = open_run(directory, packed=True)
     if ITEM not in restored.items:
@@ -95,18 +95,18 @@ def open_auxiliary(directory: str | Path, fingerprint: str) -> Tree:
 
 
 def check_beside(where: str, trained: str, fingerprint: str) -> None:
-    """Raises a UserError if auxiliary parameters were trained beside another model.
+    """Raises a UserError if auxiliary parameters were trained for another model.
 
     Args:
       where: the place of the parameters, for the message.
-      trained: the `params_fp` of the model beside which the parameters were trained.
-      fingerprint: the `params_fp` of the model beside which the parameters are used; "": unknown and not compared.
+      trained: the `params_fp` of the model for which the parameters were trained.
+      fingerprint: the `params_fp` of the model with which the parameters are used; "": unknown and not compared.
     """
     if fingerprint and trained != fingerprint:
         raise UserError(
             where,
-            found=f"auxiliary parameters that were trained beside the model with params_fp = {trained}",
-            expected=f"{fingerprint}, the params_fp of the model beside which they are used",
+            found=f"auxiliary parameters that were trained for the model with params_fp = {trained}",
+            expected=f"{fingerprint}, the params_fp of the model with which they are used",
         )
 
 

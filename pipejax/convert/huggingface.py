@@ -259,7 +259,7 @@ def _read_auxiliary(file: Path, params: Params) -> Params:
     """Reads the auxiliary parameters that `to_hf` wrote beside a model.
 
     Raises:
-      UserError: the file is missing, or the parameters were trained beside other weights.
+      UserError: the file is missing, or the parameters were trained for other weights.
     """
     if look(file) != "file":
         raise UserError(file, "no such file", expected=f"the auxiliary parameters that {description.FILE} describes")

@@ -97,9 +97,8 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
     if any(f"{PREFIX}{name}.lora_A.weight" in tensors for name in formerly.keys() - modules.keys()):
         modules = formerly
         note(
-            f"{weights}: its modules have names of an earlier release of transformers, which PEFT "
-            "may leave out without a warning; pipejax convert to-hf --adapter writes the current "
-            "names"
+            f"{weights}: its modules have names of an earlier release of transformers; PEFT may skip modules "
+            "with these names without a warning; pipejax convert to-hf --adapter writes the current names"
         )
     targets = {name: target for name, target in targets.items() if name in modules}
     table, sizes, factors = model.tensors(), model.sizes(), dict[str, np.ndarray]()
@@ -190,7 +189,7 @@ def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
             )
     targets, excluded = facts.get("target_modules"), facts.get("exclude_modules") or []
     if not targets:
-        raise UserError(f"{file}: target_modules", found="none", expected="module names or an expression")
+        raise UserError(f"{file}: target_modules", found="none", expected="module names or a regular expression")
     everything = isinstance(targets, str) and targets.lower() == "all-linear"
     ranks, alphas = _numbers(facts, "rank_pattern", "r", file), _numbers(facts, "alpha_pattern", "lora_alpha", file)
     given = {"target_modules": names if everything else targets, "exclude_modules": excluded}

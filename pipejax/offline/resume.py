@@ -1,7 +1,7 @@
 """Resuming interrupted work.
 
-A note beside the output records the settings that its records depend on, until the output is complete. An output can be
-resumed if the note matches the current settings.
+Until an output is complete, a file beside it, the note, has the settings on which the records of the output depend. An
+output can be resumed if the note matches the current settings.
 """
 
 import hashlib
@@ -82,8 +82,8 @@ class Unfinished:
                 if number >= len(ids) or name != ids[number]:
                     raise UserError(
                         f"--resume: {self.target}:{number + 1}",
-                        found="no record of this line",
-                        expected=f"the id {(ids[number] if number < len(ids) else 'of no further line')!r}",
+                        found="a line that is not the record of this source",
+                        expected=f"the id {ids[number]!r}" if number < len(ids) else "no further line",
                     )
                 self.records, self.size = self.records + 1, self.size + len(line)
         self.has_note = self.records > 0

@@ -299,9 +299,7 @@ class _SchemaReader:
         high = min(high, math.ceil(_number_of(schema, "exclusiveMaximum", high + 1, where)) - 1)
         bounds = f"whole numbers from {shown_value(low)} to {shown_value(high)}"
         if low > high and not schema.keys().isdisjoint(_LOWER) and not schema.keys().isdisjoint(_UPPER):
-            raise UserError(
-                where, found=f"{bounds}, which exclude all numbers", expected="bounds that allow one or more"
-            )
+            raise UserError(where, found=f"{bounds}, an empty range", expected="bounds that allow at least one number")
         low, high = max(low, -LARGEST), min(high, LARGEST)
         if low > high:
             raise UserError(where, found=f"{bounds}", expected=f"bounds of at most {DIGITS} digits")
