@@ -1,9 +1,10 @@
 """UMT5 (Chung et al. 2023, arXiv 2304.09151): a T5 v1.1 with a separate relative bias in each layer.
 
 A head that is the embedding table is scaled by d_model**-0.5, as in transformers. The published models have a separate
-head and `tie_word_embeddings: false` in config.json. T5X, in which they were trained, and transformers 4 do not scale
-this head. transformers 5 does, which changes log-probabilities but not greedy tokens. transformers 5 writes
-`tie_word_embeddings: true` for any head, so a separate head beside this setting is scaled.
+head and `tie_word_embeddings: false` in config.json. T5X, in which these models were trained, and transformers 4 do not
+scale the separate head, nor does pipejax. transformers 5 scales it, which changes log-probabilities but not greedy
+tokens. Since transformers 5 writes `tie_word_embeddings: true` for any head, pipejax scales a separate head if
+config.json has this value.
 """
 
 import dataclasses

@@ -134,7 +134,10 @@ def special_ids(
 
 
 def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, list[str]]:
-    """Returns the `decode` settings that follow the directory's, and lines for the log about the others."""
+    """Returns the `decode` settings equivalent to those of `generate` in the directory, and lines for the log.
+
+    The lines name the converted settings, and the settings that have no equivalent.
+    """
     decode, lost = DecodeConfig(), [*generation.lost()]
     for key, (ours, value) in generation.followed().items():
         setting: JsonObject = {ours: value}

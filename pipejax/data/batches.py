@@ -155,7 +155,7 @@ class TrainingBatches(Sequence[Batch]):
     `train.length_group` batches are drawn together and sorted by length into batches, to keep padding small; then the
     order of the batches is shuffled.
 
-    With n processes, each process encodes every n-th drawn example and sends the lengths to the others. Then each
+    With n processes, each process encodes every n-th drawn example and sends its length to all processes. Then each
     process encodes the examples of its own sequences that it has not encoded yet. In total it encodes at most 2 / n of
     the examples, unless several processes hold the same sequences. Zeros of the same lengths stand for all other
     examples. All processes must request the same batches in the same order.

@@ -648,6 +648,6 @@ def _read_hub(name: str, of_hub: str, revision: JsonObject) -> "PreTrainedTokeni
 
 
 def import_transformers() -> types.ModuleType:
-    """Imports transformers when needed, because that takes seconds, and without its advice to install PyTorch."""
+    """Imports transformers, which takes seconds, and suppresses its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return importlib.import_module("transformers")

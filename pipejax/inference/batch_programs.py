@@ -1,6 +1,6 @@
 """The programs of a running batch: the functions from which programs are compiled, and the calls of the programs.
 
-Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
+Shapes: B places for examples of a batch, R rows of the grid, W times, L slots of the memory, C slots of the cache.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class BatchFunctions:
         return hasattr(self.strategy.drafter, "read")
 
     def _bind(self, weights: Tree, encoded: Encoded, options: DecodingOptions = GREEDILY) -> tuple[Refillable, Tree]:
-        """Returns the strategy, bound to the sources if the strategy reads them, and the decoder of all places."""
+        """Returns the strategy, bound to the sources if the strategy reads them, and the decoder of the batch."""
         strategy, _ = bind_drafter(self.model, self.strategy, weights[1], encoded.source, options)
         decoder = self.backend.decoder(self.model, lora.choose(weights[0], encoded.memory.adapter), encoded.memory)
         return cast(Refillable, strategy), decoder
@@ -133,9 +133,9 @@ class BatchFunctions:
 
         Args:
           weights: the decoder's weights and the drafter's parameters, which are None if the drafter has none.
-          encoded: the sources of all places.
-          carry: the state of all places.
-          options: the options of all places.
+          encoded: the sources of the batch.
+          carry: the state of the batch.
+          options: the options of the batch.
           begins: bool [B], the examples to begin.
           ends: bool [B], the examples to stop.
           most: i32 scalar, the most steps.

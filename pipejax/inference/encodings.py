@@ -1,6 +1,6 @@
 """Encoded sources of running batches, and a cache of them.
 
-Shapes: B places, L slots of the memory.
+Shapes: B places for examples of a batch, L slots of the memory.
 """
 
 from collections import OrderedDict

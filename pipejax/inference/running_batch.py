@@ -8,7 +8,7 @@ is added while no place is in use.
 
 `batch_programs` has the programs that a batch runs or compiles ahead of time, and `encodings` its encoded sources.
 
-Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
+Shapes: B places for examples of a batch, R rows of the grid, W times, L slots of the memory, C slots of the cache.
 """
 
 import copy
@@ -368,7 +368,7 @@ class RunningBatch:
                 self._carry = programs.grow(programs.run, self._encoded, self._carry, slots)
 
     def _options(self, kind: StepKind) -> DecodingOptions:
-        """Returns the options of all places for steps of a kind."""
+        """Returns the options of the whole batch for steps of a kind."""
         if kind == StepKind.TOKENS:
             return DecodingOptions(forced=self._forced, rules=self._rules)
         rules, sampling, scored = self._rules, self._sampling, self._scored.any()

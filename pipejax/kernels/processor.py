@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def is_arm() -> bool:
-    """Whether it is a 64-bit Arm processor, including Apple's."""
+    """Whether this machine has a 64-bit Arm processor, including Apple's."""
     return platform.machine().lower() in ("aarch64", "arm64")
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Returns the names of its instruction sets as Linux reports them ("avx2", "amx_int8"); empty if unknown."""
+    """Returns the names of the processor's instruction sets in Linux, such as "amx_int8"; empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -207,5 +207,5 @@ class NamedRows(PipelinedMethod):
         return given._replace(most=count)
 
     def count_rows(self, rows: int, most: int | None) -> int:
-        """See `Method`. If all rows start at once, only named rows count: the others end with their first token."""
+        """See `Method`. If all rows start at once, only named rows count: other rows end with their first token."""
         return rows if self.grid.delay else most or 0

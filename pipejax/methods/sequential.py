@@ -202,8 +202,8 @@ def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[
     ignored.
 
     Returns:
-      The first row that changes and the row found in its place; None if no row changes. Each may be "", if the other
-      has no counterpart.
+      The first row that changes and the row found in its place; None if no row changes. Either is "" if there are fewer
+      rows before or after the change.
     """
     kept = [row for row in rows if not spells.vanishes(row)]
     if not kept or not tells_rows_apart(separator):

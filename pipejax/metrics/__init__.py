@@ -47,9 +47,10 @@ def score(
     Args:
       name: one of `HEADLINES`.
       sources: the document texts; only "keyphrases" and "keyphrases_kp20k" read them.
-      gold: the rows of each document in the data, as texts. For "exact" a row may also be a (name, value) pair, and all
-        rows of a document may be one object: then values are compared by type, and texts in the other argument are
-        parsed by the object's keys.
+      gold: the rows of each document in the data, as texts. For "exact" a row may also be a (name, value) pair, and
+        the rows of a document may be given as one JSON object. If only one of `gold` and `predicted` has an object for
+        a document, the texts in the other that begin with a key of the object are parsed as the type of its value, and
+        values are compared by type.
       predicted: the generated rows of each document, in the same order.
       tick: called with the number of documents done since the last call.
 

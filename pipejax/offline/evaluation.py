@@ -71,7 +71,7 @@ def evaluate(
     """
     name = method or generator.default_method
     data, chosen = generator.config.data, generator.method(name)
-    if generator.tokenizer is not None:  # texts that change when they are encoded lower the score of a perfect answer
+    if generator.tokenizer is not None:  # warn: a target that the tokenizer changes cannot be generated exactly
         separator = data.separator if chosen.parts_text else ""
         for line in describe_changes(examples, generator.tokenizer, separator, kinds=(TARGETS, JOINED)):
             _warn_once(line)

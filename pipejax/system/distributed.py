@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, join_hints
 
-HEARTBEAT = 60  # seconds of silence after which a process counts as dead and the others end
+HEARTBEAT = 60  # seconds of silence after which a process counts as dead and the other processes end
 PATIENCE = 3_600_000  # milliseconds to wait for a message from a process that still sends heartbeats
 # Launchers' variables for the number of processes, the process's rank, and its rank on its machine.
 LAUNCHERS = (
@@ -263,8 +263,8 @@ def fail_together(*kinds: type[Exception]) -> Iterator[None]:
 def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[None]:
     """A context that ends this process at once if it raises an error that the other processes do not raise.
 
-    Otherwise the others would wait for this process. `explain` reports the error and returns the exit code. `joined` is
-    the result of `join_processes`, because `several` would ask JAX, which may have no device.
+    Otherwise the other processes would wait for this one. `explain` reports the error and returns the exit code.
+    `joined` is the result of `join_processes`, because `several` would ask JAX, which may have no device.
     """
     try:
         yield

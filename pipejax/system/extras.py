@@ -1,4 +1,4 @@
-"""Optional libraries, which pyproject.toml lists as extras. A missing one is a UserError that names what to install."""
+"""Optional libraries, which pyproject.toml lists as extras. If one is missing, a UserError names what to install."""
 
 import contextlib
 import importlib

@@ -123,7 +123,7 @@ UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with either, 
 
 
 def stand_in(path: Path) -> str:
-    """Names the placeholder that a clone or a download left in a file's place; "" if it is none.
+    """Names the placeholder that a clone or a download left in a file's place; "" for any other file.
 
     Placeholders are git-LFS pointers and web pages.
     """

@@ -235,8 +235,8 @@ def check_rows(layout: Layout) -> None:
 def check_learned(layout: Layout) -> None:
     """Raises a UserError if a token that determines the answer has no weight in training and is not forced in decoding.
 
-    A token determines the answer if decoding again with another token in its place gives another answer. Of the rows
-    after the last one with tokens only the first must be learned, since it ends the answer.
+    A token determines the answer if decoding again with another token in its place gives another answer. The rows after
+    the last row with tokens are empty; only the first of them must be learned, since it ends the answer.
     """
     if not layout.is_whole:
         return

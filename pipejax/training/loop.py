@@ -319,7 +319,7 @@ class Run:
         if error is None:
             self.exchange.close()
         else:
-            # After an error of this process alone the others would not take part in the save, which would never end.
+            # After an error of this process alone, the other processes would not join the save, which would never end.
             if not distributed.several() or distributed.shared(error):
                 self.store.settle()
             if not distributed.lost(error):  # a process that is gone cannot be notified

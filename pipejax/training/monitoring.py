@@ -106,7 +106,7 @@ class Window:
         self.peak = sum(p for p in peaks if p) if known else None
 
     def add(self, step: int, batch: Batch, metrics: dict[str, Array]) -> None:
-        """Adds a step with its batch, without the arrays, and its metrics, which may still be computed."""
+        """Stores a step, its batch without the arrays, and its metrics, which the device may still be computing."""
         self.steps.append((step, batch._replace(arrays={}), metrics))
 
     def flush(self) -> Line:

@@ -55,8 +55,8 @@ def page(
 def chart(results: Sequence[Results], headline: str) -> str:
     """Returns the chart as SVG: one point for each entry, with the interval of its score as a vertical bar.
 
-    The horizontal axis begins at 0 milliseconds. The vertical axis has the range of the intervals, at least
-    one point of the score, so that equal scores lie at its top.
+    The horizontal axis begins at 0 milliseconds. The vertical axis covers all intervals, and at least one point of the
+    score below the highest end of an interval.
     """
     times = [1000 * result.seconds for result in results]
     scores = [result.scores[headline] for result in results]

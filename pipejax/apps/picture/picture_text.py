@@ -51,7 +51,7 @@ def dotted(left: float, y: float, right: float) -> str:
 def mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:
     """Returns the source with the rows found in it marked.
 
-    Rows are searched in order, each after the previous one if possible.
+    Each row is looked up in the source after the place of the previous row, and if it is not there, from the beginning.
     """
     found: list[tuple[int, int, int]] = []  # start, end, row
     position = 0

@@ -11,7 +11,7 @@ agree on held-out sources.
 With --student, a small T5 is trained on the answers of the checkpoint, for decode.draft=model with
 decode.draft_checkpoint=DIR. DIR/drafting.json reports the decoder calls that the small T5 saves on held-out sources.
 
-With --tagger, a tagger that finds the rows of answers in their sources is trained beside the checkpoint, for
+With --tagger, the checkpoint is frozen, and a tagger that finds the rows of answers in their sources is trained for
 decode.draft=spans. DIR/tagger.json reports the decoder calls that the tagger saves on held-out sources.
 
 DIR is a run directory as written by pipejax train. After an interruption, the same command continues the run.

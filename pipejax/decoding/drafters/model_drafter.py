@@ -30,7 +30,7 @@ MARKS = (0.6, 0.9)  # thresholds of a draft's mean probability (geometric) for t
 
 @flax.struct.dataclass
 class Ahead:
-    """The state of a draft."""
+    """The state of the strategy `Looking` while the small T5 decodes one draft."""
 
     tokens: Array  # i32 [B, R, T], accepted tokens, then drafted ones
     length: Array  # i32 [B, R], number of accepted and drafted tokens
