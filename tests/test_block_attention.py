@@ -229,7 +229,7 @@ def differences(number: int) -> tuple[list[float], float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(int(os.environ.get("PIPEJAX_TEST_CASES", "60"))))
-def test_random_cases(number: int) -> None:
+def test_random_attention_equals_the_reference(number: int) -> None:
     found, most = differences(number)
     assert max(found) < most
 

@@ -43,7 +43,7 @@ def test_waiting_thread_compiles_itself_if_the_other_failed() -> None:
     assert table == {"key": "program"}
 
 
-def test_compilation_may_look_for_other_programs() -> None:
+def test_compile_function_may_find_other_programs() -> None:
     table = CompiledPrograms()
     assert table.find("both", lambda: (table.find("a", lambda: 1), table.find("b", lambda: 2))) == (1, 2)
     assert table == {"a": 1, "b": 2, "both": (1, 2)}

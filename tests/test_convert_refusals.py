@@ -254,7 +254,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line(
+def test_damaged_source_is_refused_in_one_line(
     case: str,
     source: Path,
     tmp_path: Path,

@@ -22,5 +22,5 @@ from pipejax.methods import split_rows
         ("a || b | c", " || ", ["a", "b | c"]),  # the separator is no regular expression
     ],
 )
-def test_split_rows(text, separator, rows):
+def test_text_is_split_at_the_separator(text, separator, rows):
     assert split_rows(text, separator) == rows

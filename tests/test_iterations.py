@@ -275,7 +275,7 @@ def test_a_longer_iteration_leaves_room_for_one_step_more() -> None:
         assert {int(x.carry.used[0]) for x in firsts if not x.over} == {used}
 
 
-def test_beams() -> None:
+def test_beam_search_gives_equal_answers_with_several_steps_in_an_iteration() -> None:
     """The first step has one query for each example, and later steps have more: they have another loop."""
     seen = check(Setting(Beam(7, 3), 2, (4,), steps=7), range(6))
     assert seen["apart"] > 1 and seen["cut"] > 1, seen

@@ -81,7 +81,7 @@ def test_unequal_lengths_are_refused_and_no_documents_score_zero() -> None:
     assert score([], [], []) == dict.fromkeys(KEYS, 0.0)
 
 
-def test_counts_documents() -> None:
+def test_tick_counts_the_documents() -> None:
     done: list[int] = []
     score(["a", "b"], [["a"], []], [[], []], tick=done.append)
     assert sum(done) == 2
@@ -104,7 +104,7 @@ WORDS = [
 ]
 
 
-def test_agrees_with_a_second_implementation() -> None:
+def test_scores_equal_a_second_implementation() -> None:
     rng = random.Random(0)
 
     def phrases(most: int) -> list[str]:

@@ -41,7 +41,7 @@ def test_single_text_is_split_at_its_first_colon():
     assert UserError("no place").place == ""
 
 
-def test_place_inside_another_place():
+def test_error_within_a_file_has_both_places():
     inner = UserError("grid.delay", found="-1", expected="at least 0", hint="try 1")
     outer = inner.within("config.json")
     assert str(outer) == "config.json: grid.delay: found -1; expected at least 0 (try 1)"

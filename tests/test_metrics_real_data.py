@@ -39,13 +39,13 @@ def scores(name: str, path: Path) -> dict[str, float]:
     return metrics.score(name, sources, gold, predicted)
 
 
-def test_keyphrases(real_data: Path) -> None:
+def test_keyphrase_scores_equal_published_scores(real_data: Path) -> None:
     found = scores("keyphrases", real_data / "kp20k" / "test.jsonl.gz")
     published = {"present_f1@5": 39.23, "present_f1@M": 50.33, "absent_f1@5": 14.93, "absent_f1@M": 28.34}
     assert {key: found[key] for key in published} == pytest.approx(published, abs=0.005, rel=0)
 
 
-def test_spans(real_data: Path) -> None:
+def test_span_scores_equal_published_scores(real_data: Path) -> None:
     found = scores("spans", real_data / "multispanqa" / "test.jsonl")
     published = {"em_precision": 36.88, "em_recall": 46.21, "em_f1": 41.02}
     published |= {"pm_precision": 59.62, "pm_recall": 68.30, "pm_f1": 63.67}

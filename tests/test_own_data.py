@@ -536,7 +536,7 @@ def test_table_id_ending_in_0_is_reported(tmp_path, said):
 # Empty answers.
 
 
-def test_examples_without_an_answer(tmp_path, tokenizer, said):
+def test_examples_without_an_answer_are_counted_skipped_or_refused(tmp_path, tokenizer, said):
     """They are counted, left out or refused; a row without tokens is no answer."""
     rows = [["sang"], [], ["</s>"], ["</s> ", " </s></s>"], ["</s>", "slept"], ["~"]]
     examples = [Example(str(i), "x", tuple(row), f"a.jsonl:{i}") for i, row in enumerate(rows)]
@@ -717,7 +717,7 @@ def test_a_template_keeps_doubled_braces():
     assert template.fields == ("a", "b") and template.fill({"a": "{b}", "b": "2"}) == "{x} {b}2"
 
 
-def test_plain_text():
+def test_plain_text_replaces_quotes_spaces_and_marks():
     assert plain_text(" a\n``b''  `c' <digit>\t", (("<digit>", "#"),)) == "a \"b\" 'c' #"
 
 

@@ -91,7 +91,7 @@ def test_characters_equal_utf_8() -> None:
 
 
 @pytest.mark.parametrize("low, high", [(-5, 17), (0, 0), (7, 1234), (-300, -12), (99, 101), (-1, 0), (-1000, 1000)])
-def test_whole_numbers(low: int, high: int) -> None:
+def test_automaton_accepts_the_whole_numbers_of_a_range(low: int, high: int) -> None:
     made = Expressions()
     automaton = compiled(made.whole_numbers(low, high), made=made)
     for number in range(-1300, 1300):

@@ -516,7 +516,9 @@ def test_names_of_rows_are_shortened_and_escaped() -> None:
         ("[]", (), "records.jsonl:3: found a list; expected an object"),
     ],
 )
-def test_command_refuses(tmp_path: Path, record: Any, flags: tuple[str, ...], message: str) -> None:
+def test_command_refuses_invalid_records_and_flags(
+    tmp_path: Path, record: Any, flags: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         draw(tmp_path, record, *flags)
     assert "\n" not in str(caught.value)

@@ -231,7 +231,7 @@ def test_averages_equal_hand_computed_averages() -> None:
     assert found["conditions"]["delay_2"]["cost"] == 0
 
 
-def test_sentences() -> None:
+def test_summary_says_what_each_delay_costs() -> None:
     flat = [[[0.0] * 3, [0.0] * 3, [0.0] * 3]] * 9
     first = [[0.0] * 3, [0.15, 0, 0], [0.05, 0, 0]]
     dear = [line(rows, first, [], first) for rows in flat]

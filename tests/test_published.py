@@ -286,7 +286,7 @@ def test_message_about_an_absent_directory_names_needed_files(name, tmp_path):
     assert "https://" in message
 
 
-def test_without_files_or_tensorflow(tmp_path):
+def test_missing_files_and_missing_tensorflow_are_reported(tmp_path):
     assert "--manual-dir: found none; expected a directory with train.json" in refused("msqa", "", tmp_path)
     if shutil.which("saved_model_cli"):
         pytest.skip("TensorFlow is installed: TFDS would start a download")
@@ -443,7 +443,7 @@ def test_rows_that_hold_the_separator_are_counted(tmp_path, tokenizer_files, cap
         (["stats", "demo", "--tokenizer", "{tmp}"], ["{tmp}: found no tokenizer"]),
     ],
 )
-def test_refused_commands(flags, words, tmp_path, capsys):
+def test_invalid_commands_are_refused(flags, words, tmp_path, capsys):
     code, out, err = run(capsys, *(flag.format(tmp=tmp_path) for flag in flags))
     last = err.splitlines()[-1]
     assert code == 2 and out == "" and "Traceback" not in err

@@ -205,7 +205,7 @@ def test_overrides_are_texts_or_values(run: Path) -> None:
         ({"decode.beams": 99}, "overrides: decode.beams", ["99", "model.vocab_size"]),
     ],
 )
-def test_refused_overrides(run: Path, overrides: Any, place: str, texts: list[str]) -> None:
+def test_invalid_overrides_are_refused(run: Path, overrides: Any, place: str, texts: list[str]) -> None:
     with refuses(place, *texts) as refused:
         pipejax.load(run, overrides=overrides)
     assert "--set" not in str(refused.value)
@@ -414,7 +414,7 @@ def test_run_with_config_from_a_dict_resumes(
         ({"train": "a.jsonl", "overrides": {"data.task": "demo"}}, "train", ["data.task = demo"]),
     ],
 )
-def test_refused_trainings(tmp_path: Path, given: dict[str, Any], place: str, texts: list[str]) -> None:
+def test_invalid_trainings_are_refused(tmp_path: Path, given: dict[str, Any], place: str, texts: list[str]) -> None:
     given = {"config": CONFIG, "train": records(3), **given}
     with refuses(place, *texts) as refused:
         pipejax.fit(workdir=tmp_path / "run", **given)

@@ -283,7 +283,7 @@ def test_settings_apply_and_truncation_is_reported(decoded, tokenizer):
     assert seen.keys() == {None, "time_max", "sub_max", "max_length"}
 
 
-def test_summary(decoded, tokenizer):
+def test_summary_has_steps_and_times(decoded, tokenizer):
     """It has measured and ideal steps, examples per second, and compilation; standard error has nothing else."""
     for model, name in (("pipelined", "pipelined"), ("sequential", "sequential")):
         found, err = decoded([{"source": text} for text in TEXTS], model=model)

@@ -30,7 +30,7 @@ def test_values_along_diagonals_and_their_gradient(length):
 
 
 @pytest.mark.parametrize("elements", [2**24, 40])
-def test_buckets(elements, monkeypatch):
+def test_by_bucket_equals_indexing_the_table(elements, monkeypatch):
     """The gradient is computed in one product and in several."""
     monkeypatch.setattr(relative_bias, "ELEMENTS", elements)
     table, bucket = normal(0, 5, 3), np.random.default_rng(1).integers(0, 5, (2, 6, 4)).astype(np.int32)

@@ -287,7 +287,7 @@ def test_new_dropout_continues_run_with_older_masks(old_run: Path, caplog: pytes
     assert fit(change(longer, train={"steps": 3}), old_run) == 0  # the run has these masks now
 
 
-def test_older_run_without_dropout_or_finished_is_not_refused(old_run: Path, here: Path, tmp_path: Path) -> None:
+def test_older_run_that_is_finished_or_has_no_dropout_is_not_refused(old_run: Path, here: Path, tmp_path: Path) -> None:
     assert fit(config(), old_run) == 0
     bare = change(config(), train={"dropout": 0.0})
     with pytest.MonkeyPatch.context() as patch:

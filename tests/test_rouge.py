@@ -86,7 +86,7 @@ WORDS = [
 ]
 
 
-def test_agrees_with_a_second_implementation() -> None:
+def test_scores_equal_a_second_implementation() -> None:
     rng = random.Random(0)
 
     def sentences() -> list[str]:

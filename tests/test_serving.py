@@ -166,7 +166,7 @@ def test_rows_are_sent_as_written_or_in_order(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities(client: TestClient, stream: bool) -> None:
+def test_log_probabilities_of_a_completion(client: TestClient, stream: bool) -> None:
     body = {"prompt": TEXT, "logprobs": 1, "stream": stream}
     reply = client.post(PATH, json=body)
     if stream:
@@ -401,7 +401,7 @@ def write(rows: list[str], *, delay: int = 1, order: int = 99, **settings: Any) 
         ([], 1, "|"),
     ],
 )
-def test_rows_in_order(rows: list[str], delay: int, said: str) -> None:
+def test_rows_are_joined_in_order(rows: list[str], delay: int, said: str) -> None:
     found = write(rows, delay=delay)
     assert found.replace("|", "") == said.replace("|", "").replace("c;", "c ;")
     assert found.startswith(said.partition("|")[0])
@@ -801,14 +801,14 @@ def test_draining_server_refuses_requests(engine: ScriptedEngine) -> None:
 # The rest.
 
 
-def test_models(client: TestClient) -> None:
+def test_models_endpoint_lists_the_model(client: TestClient) -> None:
     listed = client.get("/v1/models").json()
     (model,) = listed["data"]
     assert listed["object"] == "list" and model["id"] == "tiny" and client.get("/v1/models/tiny").json() == model
     assert model["delays"] == {"pipelined": 1, "sequential": 0} and model["max_prompt_tokens"] == 24
 
 
-def test_metrics(client: TestClient) -> None:
+def test_metrics_endpoint_counts_requests_and_tokens(client: TestClient) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     usage = client.post(PATH, json={"prompt": TEXT}).json()["usage"]
@@ -1050,7 +1050,9 @@ def test_access_log_has_one_line_for_each_request_without_texts(engine: Scripted
     assert len(said()) == 3  # none if it is not requested
 
 
-def test_lines_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_are_json_objects_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli._lines, "as_json", False)
     cli.note("plain")
     cli.write_json()

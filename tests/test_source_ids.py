@@ -122,7 +122,7 @@ def test_all_callers_encode_sources_alike(kind: str, made: dict[str, Path]) -> N
         (Affixes((), (1,)), [5, 1], 3, [5, 1]),
     ],
 )
-def test_cut_ids(affixes: Affixes, ids: list[int], most: int, expected: list[int]) -> None:
+def test_ids_of_source_are_cut_to_the_limit(affixes: Affixes, ids: list[int], most: int, expected: list[int]) -> None:
     assert affixes.cut(ids, most) == expected
 
 

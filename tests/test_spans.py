@@ -90,7 +90,7 @@ def test_unequal_lengths_are_refused_and_no_documents_score_zero() -> None:
     assert score([], []) == dict.fromkeys(KEYS, 0.0)
 
 
-def test_agrees_with_a_second_implementation() -> None:
+def test_scores_equal_a_second_implementation() -> None:
     rng = random.Random(0)
     words = ["a", "the", "an", "red", "apple", "apples", "d'or", "!", "x", "", "No-one", "seven of nine"]
 

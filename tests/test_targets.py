@@ -109,7 +109,7 @@ GRID = Pipelined(1, 20, 5)
     ],
     ids=["graph", "host", "drafts"],
 )
-def test_a_decode_is_one_graph_and_returns_nothing_new(
+def test_decode_loop_is_one_graph_if_chosen_and_results_reuse_memory(
     name: str, strategy: Any, configuration: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the option the host controls the loop. Results replace the argument in both cases."""

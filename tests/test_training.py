@@ -454,7 +454,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("sections, message", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
-def test_refused_before_anything_is_trained(sections, message, tmp_path):
+def test_invalid_config_is_refused_before_anything_is_trained(sections, message, tmp_path):
     with pytest.raises(UserError, match=message):
         fit(change(CONFIG, **sections), tmp_path / "run")
     assert not (tmp_path / "run/metrics.jsonl").exists()

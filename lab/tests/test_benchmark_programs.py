@@ -286,7 +286,7 @@ def test_troubles_are_listed_and_copies_count_for_caches_only(
 @pytest.mark.parametrize(
     ("shape", "count", "bytes_"), [("bf16[3,5]{1,0}", 15, 30), ("(f32[2], pred[])", 3, 9), ("f8e4m3fn[7]", 7, 7)]
 )
-def test_sizes(shape: str, count: int, bytes_: int) -> None:
+def test_elements_and_bytes_of_shapes_are_counted(shape: str, count: int, bytes_: int) -> None:
     assert (elements(shape), size(shape)) == (count, bytes_)
 
 

@@ -38,7 +38,7 @@ def all_processors(monkeypatch):
     "text, rows",
     [("8x14", [14] * 8), ("1x3", [3]), ("8x14u", [13] * 4 + [21] + [13] * 3), ("5x4u", [4, 4, 6, 3, 3]), ("1x3u", [3])],
 )
-def test_patterns(text, rows):
+def test_pattern_gives_the_lengths_of_rows(text, rows):
     assert decode.rows_of(text) == rows
     assert sum(rows) == sum(decode.rows_of(text.removesuffix("u")))
 
@@ -144,7 +144,7 @@ def test_forced_generator_writes_rows_of_the_given_lengths(params):
             assert record["steps"] == oracle.pipelined_steps(rows, 1, 6, 12)
 
 
-def test_figures_of_a_server():
+def test_rates_and_waits_of_a_server_are_computed():
     Reply, offline = serve.Reply, serve.Offline("offline", None, [], [])
     replies = [Reply(10.0, 10.1, 10.2, 11.0), Reply(10.0, 10.3, 10.4, 12.0), Reply(11.0, 11.1, 11.2, 14.0)]
     assert serve.rate(replies) == 3 / 4

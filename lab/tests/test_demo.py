@@ -93,7 +93,7 @@ def test_the_spread_leaves_out_one_slow_round() -> None:
     assert demo.spread([2.0]) == 0.0
 
 
-def test_unknown_load_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_of_others_is_none_if_the_system_has_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
         raise OSError
 

@@ -39,7 +39,7 @@ def test_files_without_results_are_refused(tmp_path: Path) -> None:
             dependence.read_gaps(str(tmp_path / "x.json"))
 
 
-def test_the_table() -> None:
+def test_table_has_costs_lost_rows_and_correlations() -> None:
     one = {"costs": [0.5, 0.001, 0], "told": [0.5, 0.0, 0.0], "lost": [40.0, 0.0, 0.0], "hidden": 0.7}
     found = {"delays": probes.DELAYS, "kinds": {"copy_end": one}, "spearman_lost": 1.0, "spearman_least_lost": 0.5}
     lines = dependence.report(found).splitlines()

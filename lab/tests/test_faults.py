@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-def test_a_short_run(tmp_path):
+def test_short_run_of_the_faults_passes(tmp_path):
     out, page = tmp_path / "faults.json", tmp_path / "faults.md"
     ended = subprocess.run(
         [sys.executable, "-m", "lab.faults", "--short", "--only=order,bits",

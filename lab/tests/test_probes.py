@@ -32,7 +32,7 @@ ITEMS = [("c", (1, 0, 1, 1)), ("a", (1, 2, 1, 1)), ("b", (0, 2, 2, 1))]
         ("copy_end", ["a 1 0 1 2", "b 2 1 0 1", "c 1 1 2 0"]),
     ],
 )
-def test_rows_by_hand(name: str, expected: list[str]) -> None:
+def test_rows_of_each_probe_equal_hand_made_rows(name: str, expected: list[str]) -> None:
     assert rows(BY_NAME[name], ITEMS, random.Random(0)) == expected
 
 

@@ -128,7 +128,7 @@ def test_the_ways_of_a_model():
         assert ways_of(cell, DTYPES) == [Way(cell.objective), Way(cell.objective, dtype="bfloat16")]
 
 
-def test_pictures(collected):
+def test_pictures_of_the_figures_are_written_and_linked(collected):
     for name in ("figure_4.png", "figure_5.png"):
         assert (collected / name).read_bytes().startswith(b"\x89PNG")
         assert f"({name})" in (collected / "tables.md").read_text()
