@@ -96,7 +96,7 @@ def test_leaves_are_in_order_and_without_sections():
         ('data.separator=" # "', " # "),
         ("data.separator=' # '", " # "),
         ("data.separator= # ", " # "),
-        ("train.remat= dots ", "dots"),  # an exception without a text
+        ("train.remat= dots ", "dots"),  # one of several choices, and no free text
         ("data.delimiter=\t", "\t"),
         ("data.separator='", "'"),
         ('data.separator="\'"', "'"),

@@ -563,7 +563,7 @@ def mutated(kind: str, facts: Facts, rng: np.random.Generator) -> Facts:
                 chance = rng.random()
                 if chance < 0.15:
                     del part[key]
-                elif chance < 0.25 and key != "pad_token_id":  # transformers needs them to compute a loss
+                elif chance < 0.25 and key != "pad_token_id":  # transformers needs it to compute a loss
                     part[key] = None
         try:
             expected(kind, changed)

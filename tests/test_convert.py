@@ -294,7 +294,7 @@ def test_round_trip_keeps_the_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     model = new_model(**(KINDS["byt5"] | {"vocab_size": 384}))
     directory, ours, theirs = save(model, tmp_path / "byt5-tiny"), tmp_path / "ours", tmp_path / "theirs"
     transformers.ByT5Tokenizer().save_pretrained(directory)  # the tokenizer that needs no vocabulary; 384 ids
-    theirs.mkdir()  # an empty value counts as absent
+    theirs.mkdir()  # an empty directory counts as absent
     sizes = [huggingface.from_hf(directory, ours)]
     config = checkpoint.open_run(ours).config
     assert (config.name, config.train.method) == ("byt5-tiny", "none")

@@ -142,7 +142,7 @@ def test_calls_and_accepted_tokens_equal_the_wavefront(delay, time_max, sub_max,
         in_circles += expected.truncated is None and expected.all_rows[-1] != [0, 1]
     assert saved > 48
     assert in_circles > 4 or literal or not unique
-    assert in_vain > 4 or sub_max == 1 or delay == 0  # at this time all rows begin
+    assert in_vain > 4 or sub_max == 1 or delay == 0  # in these cases all rows begin
 
 
 def test_time_continues_after_the_last_row_that_fits():

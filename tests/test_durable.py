@@ -509,9 +509,9 @@ def test_directory_is_created_completely_or_not_at_all(tmp_path):
         (partial / "half").touch()
         raise ValueError("no more")
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".out-partial-4711").mkdir()  # a file of a process that was killed
+    (tmp_path / ".out-partial-4711").mkdir()  # the directory of a killed process
     with new_directory(tmp_path / "out") as first:
-        with new_directory(tmp_path / "out") as second:  # a file of another process that runs
+        with new_directory(tmp_path / "out") as second:  # the directory of another process at work
             (second / "b").touch()
         assert first.is_dir()
         shutil.rmtree(tmp_path / "out")

@@ -268,7 +268,7 @@ def test_eos_token_id_must_be_end_token_of_model() -> None:
     assert resolve_model(choose_end(several), Config(model=SEVERAL)) == started == choose_end(started)
     with pytest.raises(UserError, match=r"^train\.eos_token_id: found 4; expected an end token of the model, 1 or 5$"):
         choose_end(override(several, ["train.eos_token_id=4"], where="--set"))
-    assert choose_end(Config(train=TrainConfig(eos_token_id=5))).model is None  # that of a checkpoint, used below
+    assert choose_end(Config(train=TrainConfig(eos_token_id=5))).model is None  # a checkpoint will provide the model
 
 
 @pytest.mark.parametrize(

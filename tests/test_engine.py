@@ -351,7 +351,7 @@ def test_steps_before_a_pause_can_give_enough_tokens(generator):
                 grown += sum(2 * row <= taken + steps for row in range(5))
                 steps += 1
             assert grid.steps_for(tokens, taken) == steps and line.steps_for(tokens, taken) == tokens
-    assert line.steps_for(10**6, 0) == 10**6 > grid.steps_for(10**6, 0) > 10**6 // 5  # without waiting
+    assert line.steps_for(10**6, 0) == 10**6 > grid.steps_for(10**6, 0) > 10**6 // 5  # computed in no time
 
 
 @pytest.mark.slow
@@ -414,7 +414,7 @@ def test_set_switch_pauses_the_engine_after_a_step(fast):
 
 
 def test_listening_has_no_side_effects(fast):
-    """JAX calls a program with effects in Python, array by array, and a stream reads after each call."""
+    """JAX calls a program with effects in Python, array by array, and a stream calls one for each read."""
     given = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((2,), np.uint32)
     assert not jax.make_jaxpr(fast.programs.backend.listen)(*given).effects
 
@@ -544,7 +544,7 @@ def test_request_cancelled_during_compilation_ends_at_once(generator, monkeypatc
     with pytest.raises(Closed):
         list(answers[1].events())
     assert engine.waiting == 2
-    engine.close(drain=False, seconds=0)  # this request waits for no compilation
+    engine.close(drain=False, seconds=0)  # closing waits for no compilation
     for answer in (answers[0], answers[2]):
         with pytest.raises(Closed):
             list(answer.events())

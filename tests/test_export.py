@@ -149,7 +149,7 @@ def test_description_and_platforms_are_exported(trained: Path, tmp_path: Path) -
         assert of["outputs"] == {name: str(x) for name, x in zip(sorted(of["outputs"]), program.out_avals, strict=True)}
         assert of["outputs"]["lengths"] == f"int32[{BATCH},{tiny.RUN.grid.sub_max}]"
     assert facts["dtype"] == "bfloat16" and facts["grid"]["time_max"] == 9
-    assert facts["template"] == "{source}" and facts["fields"] == ["source"]  # an example of the embedded task
+    assert facts["template"] == "{source}" and facts["fields"] == ["source"]  # the template of the embedded task
     assert (
         facts["eos"] == tiny.MODEL.eos_token_id
         and facts["ends"] == [facts["eos"]]

@@ -60,7 +60,7 @@ class Setting:
 
 
 def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
-    """Random wishes of the requested kinds."""
+    """Random options of the requested kinds."""
     (rows, width), batch, wished = setting.strategy.places, setting.batch, setting.wished
     found = DecodingOptions(scores="scores" in wished)
     if "sampling" in wished:

@@ -724,7 +724,7 @@ def test_best_step_of_a_lost_run_is_kept_aside(tmp_path, said):
     for path in (tmp_path / "run/checkpoints").iterdir():
         shutil.rmtree(path)
     (tmp_path / "run/tokenizer/tokenizer.json").write_text("of another")
-    other = change(CONFIG, model={"dropout_rate": 0.25})  # compiled programs do not depend on it
+    other = change(CONFIG, model={"dropout_rate": 0.25})  # no program has been compiled for this rate
     assert fit(other, tmp_path / "run") == 0
     assert any("renamed to best-before" in line for line in said)
     assert checkpoint.open_run(tmp_path / "run", best=True).config.model.dropout_rate == 0.25

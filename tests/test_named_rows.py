@@ -169,7 +169,7 @@ def test_row_names_of_the_grid_begin_every_answer(named, tokenizer, delay):
         assert record["calls"] == counted(expected, prefixes, made.config.grid) < expected.calls
         assert all(row.startswith(name) for row, name in zip(record["rows"], NAMES, strict=True))
         assert record["truncated"] == expected.truncated
-    own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # the record has the actual value
+    own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # fields of a record have precedence
     (record,) = made.decode([own])
     assert len(record["rows"]) == 1 and record["rows"][0].startswith("new")
     sequential = made.decode(TEXTS[:1], method="sequential")  # it has no rows

@@ -752,7 +752,7 @@ def test_keyphrases_in_order_of_appearance():
         given = {phrase: phrases.index(phrase) for phrase in ordered}
         absent = [given[phrase] for phrase in ordered[len(present) :]]
         assert absent == sorted(absent)
-        for a, b in itertools.pairwise(present):  # templates for one place are given
+        for a, b in itertools.pairwise(present):  # phrases at one place keep their given order
             assert places(a)[0] < places(b)[0] or given[a] < given[b]
 
 

@@ -285,7 +285,7 @@ def test_logits_equal_torch(kind: str, tmp_path: Any) -> None:
 def test_adapter_directories_round_trip(kind: str, tmp_path: Any) -> None:
     """PEFT's directory becomes a run, and this run a directory that transformers loads, with the base's files."""
     if kind == "t5gemma2":
-        of_transformers(kind).save_pretrained(tmp_path / "base")  # with its image encoder, which is small here
+        of_transformers(kind).save_pretrained(tmp_path / "base")  # with its image encoder, which `write_hf` lacks
     else:
         write_hf(BACKBONES[kind], params_of(kind), tmp_path / "base", None)
     torchs = adapted(kind, {"target_modules": "all-linear"})

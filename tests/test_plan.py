@@ -83,7 +83,7 @@ def test_attention_in_blocks_grows_with_the_length(remat):
     for name, size in terms(4096, True).items():
         assert terms(8192, True)[name] <= 2 * size, name
         assert not name.startswith(("kept", "one ", "encoded")) or terms(8192, True)[name] == 2 * size, name
-    assert ("gradient" in terms(4096, True)) == (remat == "none")  # on other devices a layer needs more
+    assert ("gradient" in terms(4096, True)) == (remat == "none")  # with other values of remat a layer needs more
     named = "position biases and their gradient"
     assert terms(8192, False)[named] > 3 * terms(4096, False)[named] and named not in terms(4096, True)
     assert sum(terms(4096, False).values()) > 3 * sum(terms(4096, True).values())

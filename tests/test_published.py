@@ -387,7 +387,7 @@ def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_f
     assert found["words_per_target"] == (5 + 0 + 1 + 0) / 4
     config, tokenizer = Config(data=DataConfig(train=str(tmp_path / "own.jsonl"))), Tokenizer.load(tokenizer_files)
     kept = [encode_example(e, tokenizer, config, MODEL).target for e in make_task(config.data).examples("train")]
-    steps = [int(target.time.max()) + 1 for target in kept]  # the last query of each row
+    steps = [int(target.time.max()) + 1 for target in kept]  # the last query of each target
     assert steps == [6, 1, 2, 1] and found["tokens"]["pipelined_steps"]["most"] == max(steps)
     assert found["changed_percent"] == {"sources": 25, "targets": 50, "joined": 0}
     place = f"{tmp_path / 'own.jsonl'}:1"

@@ -408,7 +408,7 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     assert fresh.decode([[5] * 16, [6] * 10]) and fresh.decode([[5] * 40])
     asked = []
     monkeypatch.setattr(fresh.programs, "warm_up", lambda chosen, *, options, **shape: asked.append(shape))
-    report = fresh.warm_up([10**6], batch_sizes=(500,))  # as `decode` splits them, with its batch size on a CPU
+    report = fresh.warm_up([10**6], batch_sizes=(500,))  # limited as in `decode`: cut sources, small batches
     assert asked == [{"batch_size": 8, "length": fresh.config.data.max_source, "report": report, "adapter": None}]
 
 

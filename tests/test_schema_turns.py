@@ -95,7 +95,7 @@ def test_failed_work_does_not_end_thread(raised: BaseException) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25])
-def test_time_is_shared_among_clients(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def test_pauses_keep_the_share_of_the_time(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     now, slept = [0.0], list[float]()
 
     def sleep(seconds: float) -> None:

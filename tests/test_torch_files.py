@@ -117,7 +117,7 @@ def test_a_tensor_stays_within_its_storage(tmp_path: Path) -> None:
         (0, (7,), (1,)),
         (5, (2,), (-1,)),
         (0, (2,), (6,)),
-        (0, (10**12,), (0,)),  # large files, which would be read into memory
+        (0, (10**12,), (0,)),  # one number 10^12 times, which would fill the memory
         (0, (0, 10**30), (1, 1)),
         (0, (1,), (10**30,)),
         (True, (2,), (1,)),

@@ -46,7 +46,7 @@ TINY = UMT5.model
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_fast_decoders_support_bias_table_for_each_layer(tied, own, weights, kernel):
-    """They also support scaled and unscaled heads: `tied` has the module's value."""
+    """The head is scaled if it is tied, in the fast decoders as in the module."""
     model = UMT5Config(50, 32, 16, 48, 2, 3, 3, feed_forward="gated-gelu", tied_head=tied, scale_head=tied)
     params, forced = varied(model, 5), np.random.default_rng(3).integers(3, 50, (3, 4, 12)).astype(np.int32)
     sources = [[7, 3, 9, 4, 5, 1] * 4, [8, 1], [6, 6, 2, 1]]

@@ -1,4 +1,4 @@
-"""A decoding step of T5, written by hand in PyTorch and captured in a CUDA graph: the fastest peer on a GPU.
+"""A decoding step of T5, written by hand in PyTorch and captured in a CUDA graph: the peer to beat on a GPU.
 
 The step decodes one example with T5 v1.0. It embeds its queries, writes their keys and values into the cache, attends
 with PyTorch's fused kernel, and takes the most likely tokens, which are the queries of the next step. The host replays

@@ -322,8 +322,9 @@ def algorithm1(
         the token of an ended row is ignored.
       delay: time-steps between the starts of two rows. With 0, which the paper does not have, exactly `sub_max` rows
         are open from the beginning.
-      time_max: most time-steps. sub_max: most rows. stop: "literal" is the paper's rule: stop as soon as all rows have
-      ended. "empty_row": no row starts after an empty
+      time_max: most time-steps.
+      sub_max: most rows.
+      stop: "literal" is the paper's rule: stop as soon as all rows have ended. "empty_row": no row starts after an empty
         row, and decoding stops when no row can start and all rows have ended. Only an empty row or `sub_max` ends the
         starting of rows: if a row would start after `time_max`, decoding ends at `time_max`.
       eos: the token that ends a row, or several such tokens.
