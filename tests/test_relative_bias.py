@@ -38,7 +38,7 @@ def test_by_bucket_equals_indexing_the_table(elements, monkeypatch):
     found, pull = jax.vjp(lambda table: by_bucket(table, jnp.asarray(bucket)), table)
     expected, wanted = jax.vjp(lambda table: table[bucket].transpose(0, 3, 1, 2), table)
     np.testing.assert_array_equal(found, expected)
-    elsewhere = relative_bias._multiply(table, jnp.asarray(bucket), direction)  # the product of other devices than a CPU
+    elsewhere = relative_bias._multiply(table, jnp.asarray(bucket), direction)  # for other devices than a CPU
     for gradient in (pull(direction)[0], elsewhere):
         np.testing.assert_allclose(gradient, wanted(direction)[0], rtol=1e-5, atol=1e-6)
 

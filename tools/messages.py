@@ -74,9 +74,8 @@ def _of_call(call: ast.Call, shown: Callable[[ast.expr], str]) -> Iterator[tuple
         yield "error", _joined(parts)
     elif name in PLACED and len(call.args) == 3:
         yield "error", _joined(dict(zip(("place", "found", "expected"), map(shown, call.args), strict=True)))
-    elif (
-        name == "refuse" and len(call.args) == 4
-    ):  # the function in `strategy_checks`, which has the owner of the place as an argument
+    elif name == "refuse" and len(call.args) == 4:
+        # The function in `strategy_checks` has the owner of the place as an argument.
         owner, *rest = map(shown, call.args)
         yield "error", f"{owner}." + _joined(dict(zip(("place", "found", "expected"), rest, strict=True)))
     elif name in OTHERS and len(call.args) > OTHERS[name][0]:

@@ -42,11 +42,8 @@ NAMES = {
     "llama-fp32": "llama.cpp",
     "llama-int8": "llama.cpp Q8_0",
 }
-MARKERS = {
-    "float32": ("o", 8),
-    "bfloat16": ("s", -14),
-    "int8": ("^", 8),
-}  # and the distance of the label above the marker
+# The marker, and the distance of the label above it.
+MARKERS = {"float32": ("o", 8), "bfloat16": ("s", -14), "int8": ("^", 8)}
 PANELS = 2  # panels in a row
 LONGEST = 4.0  # longest bar, in medians of a panel; longer bars are cut
 

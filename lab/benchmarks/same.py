@@ -337,9 +337,8 @@ PARTS = {"surface": surface, "training": training, "decodes": decodes}
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault(
-        "XLA_FLAGS", "--xla_backend_optimization_level=0"
-    )  # compilation takes more time than computation
+    # Compilation takes more time than computation.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     from pipejax.system import cli
 
     cli.run(main)

@@ -105,12 +105,8 @@ def main(argv: Sequence[str]) -> int:
 
         for held in weights:
             settings = [f"decode.weights={held}", "decode.dtype=float32"]
-            more = (
-                "--warm-up",
-                "0",
-                "--encoding-cache",
-                "0",
-            )  # prompts repeat, and the other servers encode each prompt again
+            # Prompts repeat, and the other servers encode each prompt again.
+            more = "--warm-up", "0", "--encoding-cache", "0"
             port = start("pipejax", directory, *more, *(f"--set={one}" for one in settings))
             systems += [
                 Ours(f"pipejax{way}{SUFFIXES[held]}", port, sources, rows, bool(way)) for way in ("", "-stream")

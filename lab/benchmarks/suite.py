@@ -30,9 +30,8 @@ def main(argv: Sequence[str]) -> int:
     import jax
     import pytest
 
-    jax.config.update(
-        "jax_default_matmul_precision", "highest"
-    )  # JAX is imported already, and no longer reads its environment variable
+    # JAX is imported already, and no longer reads its environment variable.
+    jax.config.update("jax_default_matmul_precision", "highest")
 
     records = Records(flags.json)
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "default", "--tb=short"]

@@ -155,10 +155,8 @@ class Pipejax:
         self, name: str, model: Module, ready: Ready, strategy: Pipelined | Sequential, *, backend: Backend
     ) -> None:
         """Prepares the system; programs compile when they are first used."""
-        self.name, self.kernels = (
-            name,
-            type(backend).__name__,
-        )  # the backend in use, since "own" kernels may not work here
+        # The name is that of the backend in use, since "own" kernels may not work here.
+        self.name, self.kernels = name, type(backend).__name__
         self.decoder = Decoder(model, ready, Forced(strategy), backend=backend)
 
     def run(self, source: np.ndarray, rows: Rows) -> Run:
@@ -207,9 +205,8 @@ def step_bytes(config: Backbone, *, source: int, slots: int, itemsize: int) -> i
     cache = jax.eval_shape(lambda p: module.apply({"params": p}, 1, slots, method="empty_cache"), params)
     flat = traverse_util.flatten_dict(params, sep="/")
     kernels = {path: x for path, x in flat.items() if path.endswith("/kernel")}
-    projections = re.compile(
-        r".*cross_attention/(key|value)/kernel"
-    )  # products with the source, made once for all steps
+    # Products with the source are made once for all steps.
+    projections = re.compile(r".*cross_attention/(key|value)/kernel")
     read = [x for path, x in kernels.items() if not path.startswith("encoder/") and not projections.fullmatch(path)]
     if not any(path.startswith("lm_head/") for path in kernels):  # the head shares the table of embeddings
         read.append(flat[config.tables[-1]])

@@ -85,9 +85,8 @@ def main(argv: Sequence[str]) -> int:
             list(pool.map(ask, range(flags.at_a_time)))
         seconds = time.perf_counter() - begun
         left, ends = metrics(started.port), time.monotonic() + 10
-        while (
-            any(left.values()) and time.monotonic() < ends
-        ):  # a client has its last answer before the server has finished the request
+        # A client has its last answer before the server has finished the request.
+        while any(left.values()) and time.monotonic() < ends:
             left = metrics(started.port)
         started.process.terminate()
         code = started.process.wait(60)

@@ -201,9 +201,8 @@ def _child(
     from pipejax.system import cli
 
     jax.config.update("jax_num_cpu_devices", devices)
-    os.environ["NPROC"] = str(
-        2 * devices
-    )  # XLA's threads: with one for each device, devices that wait for each other starve
+    # The number of XLA's threads: with one for each device, devices that wait for each other starve.
+    os.environ["NPROC"] = str(2 * devices)
     if cold:
         jax.config.update("jax_enable_compilation_cache", False)
     main = importlib.import_module(name).main

@@ -71,9 +71,8 @@ def _wait(phase: str, command: Command, workdir: Path, chance: random.Random) ->
         wanted = chance.randrange(1, 100)
         return runs.wait_for(lambda: runs.steps_made(workdir) >= wanted, command)
     if phase == "evaluation":
-        came = runs.wait_for(
-            lambda: runs.steps_made(workdir) >= 150, command
-        )  # the step is logged before the evaluation begins
+        # The step is logged before the evaluation begins.
+        came = runs.wait_for(lambda: runs.steps_made(workdir) >= 150, command)
         time.sleep(chance.uniform(0, 0.2))
         return came
     return runs.wait_for(lambda: any(workdir.glob("checkpoints/*.orbax-checkpoint-tmp*")), command)

@@ -31,10 +31,8 @@ from pipejax.system import Tree
 Array = jax.Array
 ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # in the order of their numbers in arguments.h
 MOST_QUERIES, MOST_POINTERS, WIDEST_HEAD, MOST_ENDS = 256, 400, 128, 8  # as in arguments.h
-EXAMPLE, ROW = (
-    ("time", "started", "complete", "done"),
-    ("last", "end", "retired"),
-)  # the first members of the structs in arguments.h
+# The first members of the structs in arguments.h.
+EXAMPLE, ROW = ("time", "started", "complete", "done"), ("last", "end", "retired")
 PARTS = 8  # parts of the vocabulary in the search for a query's highest logit
 
 

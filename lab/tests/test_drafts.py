@@ -59,9 +59,8 @@ def test_experiment_counts_calls(tmp_path, tokenizer_files, monkeypatch, capsys)
 def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_path, capsys, monkeypatch):
     """Each system writes the same answers, and the numbers of calls equal the records."""
     monkeypatch.setattr(trained_drafts, "use_threads", lambda count: None)  # the test process keeps its threads
-    model = dataclasses.replace(
-        TINY, num_layers=TINY.num_decoder_layers
-    )  # transformers' lookup assumes equal numbers of layers
+    # transformers' lookup assumes equal numbers of layers.
+    model = dataclasses.replace(TINY, num_layers=TINY.num_decoder_layers)
     config = Config(name="run", model=model, train=TrainConfig(method="sequential"), decode=DecodeConfig(max_length=20))
     params = oracle.random_params(model, np.random.default_rng(8))
     checkpoint.save_params(tmp_path / "run", config, params)

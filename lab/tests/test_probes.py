@@ -99,9 +99,8 @@ def test_least_sufficient_delay_follows_from_the_grid(kind: Kind) -> None:
 
     def suffices(delay: int) -> bool:
         query = grid.start(1, delay) + 1  # feeds the letter, which is the row's first token
-        needed = (
-            [grid.start(0, delay) + 1] if kind.order != "fixed" else []
-        )  # the letter of the row above, from which the letter of this row follows
+        # The letter of this row follows from the letter of the row above.
+        needed = [grid.start(0, delay) + 1] if kind.order != "fixed" else []
         if needed and not grid.visible(1, grid.start(1, delay), 0, needed[0]):
             return False
         carried = grid.start(0, delay) + 1 + kind.carry

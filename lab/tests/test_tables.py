@@ -105,9 +105,8 @@ def test_a_line_for_each_dtype_and_for_the_bounds_as_printed(collected):
     text = (collected / "tables.md").read_text()
     head = cells_of(text, "Table 2", "data set", "model", "decoder")
     line = dict(zip(head, cells_of(text, "Table 2", "MSQA", "base", "pipelined", "bfloat16"), strict=True))
-    assert (
-        line["examples/s"] == "10.0" and line["paper"] == "–"
-    )  # no sequential line to compare with; the paper's figures are for float32
+    # There is no sequential line to compare with; the paper's figures are for float32.
+    assert line["examples/s"] == "10.0" and line["paper"] == "–"
     head = cells_of(text, "Table 4", "data set", "model", "decoder")
     line = cells_of(text, "Table 4", "PubMed", "base", "pipelined, as printed (50/20)", "float32")
     place = {title: i for i, title in enumerate(head) if title != "paper"}
@@ -121,10 +120,8 @@ def test_the_ways_of_a_model():
     assert names == ["pipelined-float32", "pipelined-50x20-float32", "pipelined-bfloat16"]
     printed = Way("pipelined", printed=True)
     assert {"grid.time_max=50", "grid.sub_max=20", "decode.dtype=float32"} < set(printed.settings)
-    for cell in (
-        Cell("msqa", "base", "pipelined"),
-        Cell("pubmed", "base", "sequential"),
-    ):  # a config with the paper's bounds, and a method without bounds
+    # A config with the paper's bounds, and a method without bounds.
+    for cell in (Cell("msqa", "base", "pipelined"), Cell("pubmed", "base", "sequential")):
         assert ways_of(cell, DTYPES) == [Way(cell.objective), Way(cell.objective, dtype="bfloat16")]
 
 

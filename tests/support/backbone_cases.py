@@ -25,9 +25,8 @@ class BackboneCase:
 
     model: Any
     make: Callable[[Any], Any]  # the model of transformers for a config, with random weights
-    load: Callable[
-        [Any, Any, Any], Any
-    ]  # the same model with our weights, from the model, our config and our parameters
+    # Returns the same model with our weights, from the model, our config and our parameters.
+    load: Callable[[Any, Any, Any], Any]
     logits: Callable[[Any], Logits]
     params: Callable[[Any, int], Any]  # random parameters for a config and a seed
     name_in_module: Callable[[str], str] = (

@@ -13,9 +13,8 @@ def sources(rng: np.random.Generator, batch: int, vocab: int) -> list[list[int]]
 def padded(batch: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """A padded batch: source i32 [B, 16] and length i32 [B]."""
     length = np.asarray([len(s) for s in batch], np.int32)
-    source = np.full(
-        (len(batch), 16), 3, np.int32
-    )  # padding looks like tokens, so that only the length distinguishes it
+    # Padding looks like tokens, so that only the length distinguishes it.
+    source = np.full((len(batch), 16), 3, np.int32)
     for i, ids in enumerate(batch):
         source[i, : len(ids)] = ids
     return source, length

@@ -56,10 +56,8 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
     decode, encode = programs.decode_batch, programs.encode_batch
 
     def whole_once(self: Programs, call: Call, report: Report) -> Any:
-        if (programs.decode_batch, programs.encode_batch) != (
-            decode,
-            encode,
-        ):  # functions of a test, such as failing ones
+        # Functions of a test, such as failing ones, are not shared.
+        if (programs.decode_batch, programs.encode_batch) != (decode, encode):
             return whole(self, call, report)
         made_for = self.model, self.backend, tuple(self.devices), programs.SLOTS
         shared = *made_for, *call._replace(arguments=()), *shapes_of(call.arguments)

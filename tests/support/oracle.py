@@ -324,9 +324,9 @@ def algorithm1(
         are open from the beginning.
       time_max: most time-steps.
       sub_max: most rows.
-      stop: "literal" is the paper's rule: stop as soon as all rows have ended. "empty_row": no row starts after an empty
-        row, and decoding stops when no row can start and all rows have ended. Only an empty row or `sub_max` ends the
-        starting of rows: if a row would start after `time_max`, decoding ends at `time_max`.
+      stop: "literal" is the paper's rule: stop as soon as all rows have ended. "empty_row": no row starts after an
+        empty row, and decoding stops when no row can start and all rows have ended. Only an empty row or `sub_max` ends
+        the starting of rows: if a row would start after `time_max`, decoding ends at `time_max`.
       eos: the token that ends a row, or several such tokens.
       prefixes: the first tokens of the first rows, which replace the model's tokens.
       unique: whether only the first of equal rows is in the result. With "empty_row", no row starts after two adjacent

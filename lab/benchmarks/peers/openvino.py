@@ -9,7 +9,7 @@ from lab.benchmarks.peers.hugging_face import Generating
 
 def load(name: str, directory: Path, *, threads: int) -> Generating:
     """Exports the model if that has not been done yet, and compiles it."""
-    # If torchvision is built for another kind of device than PyTorch, importing transformers fails; a T5 needs no torchvision.
+    # If torchvision is built for another kind of device than PyTorch, importing transformers fails. A T5 does not need it.
     sys.modules["torchvision"] = None  # type: ignore[assignment]
     import torch
     from optimum.intel import OVModelForSeq2SeqLM

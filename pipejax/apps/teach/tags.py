@@ -71,9 +71,8 @@ class SpanTags(Auxiliary):
     longest: int = setting(32, least=2, most=2**10)  # W, the most tokens of a row, the end token included
     names: tuple[int, ...] = setting(())  # the ids of the names of rows, in order, STOP after each name
     entries: tuple[int, ...] = setting(())  # the entries, each as the number of its name, its ids and STOP
-    initial: tuple[int, ...] = setting(
-        ()
-    )  # pairs of the token with which a span begins and the token with which its row begins
+    # Pairs of the token with which a span begins and the token with which its row begins.
+    initial: tuple[int, ...] = setting(())
 
     @functools.cached_property
     def row_names(self) -> tuple[tuple[int, ...], ...]:
