@@ -21,7 +21,7 @@ struct Numbers {
   int distances, layers, activation;                     // 0: relu, 1: gelu, 2: silu; the latter two have a gate
   int delay, sub_max, literal, bos;                      // settings of Algorithm 1
   int ends[kEnds];                                       // the tokens that end a row; unused places repeat the first
-  int apart, limit;                                      // 1: each example counts its slots; most slots at a step
+  int apart, limit;                                      // 1: each example counts its slots; most slots in use before a step
   int parts;                                             // parts of the search for a query's highest logit
   int patience, absent, dawdle;  // milliseconds of a wait; for tests: a block that never arrives, microseconds of delays
 };

@@ -1,4 +1,4 @@
-// A step of Algorithm 1 of the paper, equal to `decoding.pipelined.Pipelined`; one thread computes an example.
+// A step of Algorithm 1 of the paper, equal to `decoding.grid_strategy.Pipelined`; one thread computes an example.
 #pragma once
 
 #include "arguments.h"

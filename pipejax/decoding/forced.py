@@ -66,7 +66,7 @@ def find_forced(forced: Array, rows: Rows, state: RowState, most: int) -> tuple[
     Returns:
       i32 [B, R, C], the tokens; i32 [B, R], the number of these tokens that can be fed before `time_max`.
     """
-    time = (rows.first + state.length)[:, :, None] + jnp.arange(most)  # the time of the query
+    time = (rows.first + state.length)[:, :, None] + jnp.arange(most)  # the time of each token's query
     tokens = jnp.take_along_axis(forced, jnp.minimum(time, forced.shape[2] - 1), axis=2)
     goes_on = (tokens >= 0) & ~is_end(tokens, ends_of(rows)) & (time < rows.time_max - 1)
     return tokens, count_before(~goes_on, axis=2)

@@ -50,7 +50,8 @@ class Reading(NamedTuple):
     float32: float
     bfloat16: float
     int8: float
-    cached: float  # the fixed cost if the processor's cache holds the weights: the time between calls
+    # The fixed cost if the processor's cache holds the weights: the time between calls and between parts of a call.
+    cached: float
 
 
 Compute = Callable[..., Tree]  # calls a function of a tree with static options, compiled or not

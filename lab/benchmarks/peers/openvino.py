@@ -9,7 +9,7 @@ from lab.benchmarks.peers.hugging_face import Generating
 
 def load(name: str, directory: Path, *, threads: int) -> Generating:
     """Exports the model if that has not been done yet, and compiles it."""
-    # If torchvision is built for another kind of device than PyTorch, importing transformers fails. A T5 does not need it.
+    # If torchvision is built for another kind of device than PyTorch, importing transformers fails. T5 needs no images.
     sys.modules["torchvision"] = None  # type: ignore[assignment]
     import torch
     from optimum.intel import OVModelForSeq2SeqLM

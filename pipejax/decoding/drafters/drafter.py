@@ -54,7 +54,7 @@ class Probes:
 
     tokens: Array  # i32 [B, R, P]
     place: Array  # i32 [B, R, P], the place of the column in its row: 0 is bos, j from 1 on is the j-th token
-    live: Array  # bool [B, R, P], whether to feed the column; its row may not have begun yet
+    live: Array  # bool [B, R, P], whether to feed the column, also in a row that has not begun
 
 
 @flax.struct.dataclass
