@@ -340,7 +340,7 @@ def test_bad_lines_are_left_out_and_listed_in_the_manifest(run: Run, trained: Pa
         *(f"a.jsonl:{n}" for n in (2, 3, 12, 13)),
         *("b.csv:3", "b.csv:4"),
     ]
-    assert "b.csv:3: found 1 columns; expected 2 (id, source)" in told
+    assert "b.csv:3: found 1 column; expected 2 (id, source)" in told
     assert [line for line in said if line.endswith("; skipped")][:6] == [f"warning: {error}; skipped" for error in told]
     assert "warning: out: 6 bad lines skipped, 22 good ones kept" in said
     Path("out/manifest.json").write_text(json.dumps({**found, "shards": []}))

@@ -239,7 +239,9 @@ def test_second_interrupt_reports_that_nothing_was_saved(
         signal.raise_signal(signal.SIGINT)
         assert stop.asked() and stop.asked()
         (told,) = caplog.records
-        assert told.getMessage() == "SIGINT: stopping here, with a checkpoint; a second signal ends the run at once"
+        assert told.getMessage() == (
+            "SIGINT: stopping here, after a checkpoint if there are new steps; a second signal ends the run at once"
+        )
         with pytest.raises(KeyboardInterrupt) as ended:
             signal.raise_signal(signal.SIGINT)
     finally:

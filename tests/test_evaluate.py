@@ -148,7 +148,7 @@ def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
     table.write_text("source,targets\n" + "".join(f"{e.source},{'|'.join(e.targets)}\n" for e in notes) + "the baker\n")
     flags = ["--checkpoint", str(run), "--task", "csv", "--batch-size", "8", "--json", str(out)]
     flags += [x for s in ("data.rows=delimiter", "data.delimiter=|") for x in ("--set", s)]
-    with pytest.raises(UserError, match=r"test\.csv:22: found 1 columns; expected 2"):
+    with pytest.raises(UserError, match=r"test\.csv:22: found 1 column; expected 2"):
         evaluation.main([*flags, "--set", f"data.test={table}"])
     evaluation.main([*flags, "--set", f"data.test={table}", "--skip-bad"])
     assert json.loads(out.read_text())["examples"] == 20

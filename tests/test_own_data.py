@@ -77,7 +77,7 @@ def test_line_is_read_as_an_example(content, name, settings, expected, tmp_path)
         (LINE, "a.jsonl", FILLED | {"rows": "list"}, ['"answer": found text', "texts (data.rows=delimiter splits"]),
         ('{"source": "x", "targets": ["a"]}', "a.jsonl", {"rows": "sentences"}, ['"targets": found a list']),
         ("source,targets\na,b\n", "a.csv", {}, ["data.rows: found 'list'"]),
-        ("source,targets\na\n", "a.csv", {"rows": "delimiter"}, ["a.csv:2: found 1 columns; expected 2"]),
+        ("source,targets\na\n", "a.csv", {"rows": "delimiter"}, ["a.csv:2: found 1 column; expected 2"]),
         ("source,source\na,b\n", "a.csv", {"rows": "delimiter"}, ["a.csv:1: found the column names source, source"]),
         ("source,targets\n", "a.csv", {"rows": "delimiter"}, ["found no lines"]),
         ("", "a.csv", {"rows": "delimiter"}, ["found no lines"]),
@@ -285,7 +285,7 @@ def test_ragged_rows_are_skipped_and_open_quotes_are_not(tmp_path, said):
     settings = {"rows": "delimiter", "skip_bad": True}
     found = [(e.id, e.source) for e in read(tmp_path, content, "a.csv", **settings)]
     assert found == [("2", "a"), ("8", "f"), ("10", "g")]
-    for words in ("3: found 1 columns", "4: found 3", "5: not CSV", "6: found 3 columns in lines 6 to 7", "9: "):
+    for words in ("3: found 1 column", "4: found 3", "5: not CSV", "6: found 3 columns in lines 6 to 7", "9: "):
         assert sum(f"a.csv:{words}" in line for line in said) == 1
     # A byte that is no UTF-8 in this quote is not the reported error: no row is found after it.
     for rest in (b"c,z\n", b"c\xe9,z\nd,z\n"):

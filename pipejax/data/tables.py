@@ -275,7 +275,7 @@ class TextTable:
                     del record["id"]  # else all rows without an id would have the same one
                 yield place, record
             elif cells:
-                found = f"{len(cells)} columns{_span(number, number + count)}"
+                found = f"{count_columns(cells)}{_span(number, number + count)}"
                 is_quoted = self.letters and any(cell.startswith('"') for cell in cells)
                 more = "; quotes are read as text, unless data.csv_quotes = quote" if is_quoted else ""
                 bad(UserError(place, found=found, expected=f"{len(self.names)} ({listed(self.names)}){more}"))
@@ -284,6 +284,11 @@ class TextTable:
 @functools.lru_cache(maxsize=1024)  # the files of a stream are read repeatedly
 def _say_once(line: str) -> None:
     logger.info(line)
+
+
+def count_columns(cells: Sequence[str]) -> str:
+    """The number of cells of a line, such as "2 columns"."""
+    return "1 column" if len(cells) == 1 else f"{len(cells)} columns"
 
 
 def _span(first: int, end: int) -> str:

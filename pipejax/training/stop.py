@@ -40,7 +40,8 @@ class Stop:
         if not self.agreed and (found := self._vote(self.signal or 0)):
             self.agreed = found
             logger.info(
-                f"{signal.Signals(found).name}: stopping here, with a checkpoint; a second signal ends the run at once"
+                f"{signal.Signals(found).name}: stopping here, after a checkpoint if there are new steps; "
+                "a second signal ends the run at once"
             )
         return self.agreed > 0
 

@@ -18,7 +18,7 @@ from pipejax.apps.papers.published import Published, Record, Records
 from pipejax.apps.papers.texts import read_array
 from pipejax.config import GridConfig
 from pipejax.data.lines import Object, check_text, kind, text_of, texts_of, value_of
-from pipejax.data.tables import Dialect, TextTable, lines_of
+from pipejax.data.tables import Dialect, TextTable, count_columns, lines_of
 from pipejax.data.text import keyphrases, sentences, split_rows
 from pipejax.system.errors import UserError
 
@@ -251,7 +251,7 @@ def _how_to(name: str, file: File, summaries: File) -> Records:
     for place, line in file.lines():
         columns = line.split("\t")
         if len(columns) < 3 or columns[2].strip() not in ("0", "1"):
-            raise UserError(place, found=f"{len(columns)} columns", expected="a question, an id, and a label 0 or 1")
+            raise UserError(place, found=count_columns(columns), expected="a question, an id, and a label 0 or 1")
         if columns[2].strip() == "1":
             pairs.append((place, check_text(columns[0], "question", place), columns[1].strip()))
     wanted = {answer for _, _, answer in pairs}
@@ -259,7 +259,7 @@ def _how_to(name: str, file: File, summaries: File) -> Records:
     for place, line in summaries.lines():
         columns = line.split("\t")
         if len(columns) != 3:
-            raise UserError(place, found=f"{len(columns)} columns", expected="an id, an answer and its summary")
+            raise UserError(place, found=count_columns(columns), expected="an id, an answer and its summary")
         if columns[0].strip() in wanted:
             texts[columns[0].strip()] = columns[1], columns[2]
     for number, (place, question, answer) in enumerate(pairs):
