@@ -45,7 +45,7 @@ from pipejax.decoding.drafters.drafter_checks import check_draft
 from pipejax.decoding.forced import after_forced, append_forced, find_forced
 from pipejax.decoding.gathering import CERTAIN, DRAFTED, PROBE, Query, count_slots
 from pipejax.decoding.rows import OnGrid, Rows, RowState
-from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, separator_of, wants
+from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, wants
 from pipejax.decoding.strategy_checks import check_rows, check_state
 from pipejax.decoding.times import NEVER, count_before
 from pipejax.system import Tree
@@ -301,10 +301,10 @@ class Drafts:
         place = jnp.arange(rows.time_max) - state.length[:, :, None]
         found = jnp.take_along_axis(answers.swapaxes(1, 2), jnp.clip(place, 0, width - 1), axis=2)
         written = jnp.where(place >= 0, found, state.tokens)
-        if (separator := separator_of(rows)) is not None:
-            repeated = repeated_parts.find_end(written, state.length, state.length + verdict.gain, separator)
+        if rows.separator is not None:
+            repeated = repeated_parts.find_end(written, state.length, state.length + verdict.gain, rows.separator)
             gain = jnp.minimum(verdict.gain, repeated - state.length)
-            verdict = verdict._replace(gain=gain, ends=verdict.ends & (gain == verdict.gain) | (repeated < NEVER))
+            verdict = verdict._replace(gain=gain, ends=verdict.ends | (repeated < NEVER))
         # First as if every row with queries had begun; `begins` then determines which of them did.
         ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
         if circle is not None:

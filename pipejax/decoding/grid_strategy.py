@@ -18,7 +18,7 @@ from pipejax.decoding.drafters.drafter import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query
 from pipejax.decoding.rows import Rows, RowState
-from pipejax.decoding.strategy import TRUNCATIONS, Array, Decoded, SourceIds, ends_of, is_end, separator_of
+from pipejax.decoding.strategy import TRUNCATIONS, Array, Decoded, SourceIds, ends_of, is_end
 from pipejax.decoding.times import NEVER
 from pipejax.system import Tree
 
@@ -125,8 +125,8 @@ class GridStrategy(Rows):
         ends = asked & is_end(answers, ends_of(self))
         here = asked[:, :, None] & (jnp.arange(self.time_max) == state.length[:, :, None])
         tokens, length = jnp.where(here, answers[:, :, None], state.tokens), state.length + asked
-        if (separator := separator_of(self)) is not None:
-            ends |= asked & (repeated_parts.find_end(tokens, state.length, length, separator) <= length)
+        if self.separator is not None:
+            ends |= asked & (repeated_parts.find_end(tokens, state.length, length, self.separator) <= length)
         ended, circle = state.ended | ends, state.circle
         if circle is not None:
             circle = jnp.minimum(circle, self.find_circle(tokens, length, ended, ends))

@@ -58,6 +58,7 @@ class Rows(Plain):
     bos: int
     eos: int
     other_ends: tuple[int, ...]  # tokens that end a row, beside eos
+    separator: int | None = None  # as in `Sequential`; on a grid of several rows None
 
     @property
     def rows(self) -> int:

@@ -173,12 +173,6 @@ def ends_of(strategy: Any) -> tuple[int, ...]:
     return strategy.eos, *getattr(strategy, "other_ends", ())
 
 
-def separator_of(strategy: Any) -> int | None:
-    """The token between the rows of a sequential answer that ends when it repeats itself; None: it does not end so."""
-    separator: int | None = getattr(strategy, "separator", None)
-    return separator
-
-
 def group_of(strategy: Any) -> Callable[[Numbers], Numbers] | None:
     """The function from rows to their groups, see `grid.shares_group`; None: all rows are in group 0."""
     found: Callable[[Numbers], Numbers] | None = getattr(strategy, "group", None)

@@ -119,7 +119,7 @@ class SequentialMethod(Method):
         from pipejax.decoding.grid_strategy import Sequential
 
         assert isinstance(strategy, Sequential), "`Beams` lacks the ability"
-        letter, begun, whole = (spells.encode(text) for text in ("a", f"a{self.separator}", f"a{self.separator}a"))
+        letter, begun, whole = self._encoded(spells)
         # After the separator's own tokens, the encodings may differ by a space that belongs to the next row.
         same = [a == b for a, b in zip(begun, whole, strict=False)]
         own, core = whole[len(letter) : [*same, False].index(False)], self.separator.strip(" ")
@@ -129,8 +129,7 @@ class SequentialMethod(Method):
 
     def extra_allowed_ids(self, spells: Spells) -> list[int]:
         """See `Method`. The ids of the separator between two rows."""
-        between = self.separator
-        letter, begun, whole = (spells.encode(text) for text in ("a", f"a{between}", f"a{between}a"))
+        letter, begun, whole = self._encoded(spells)
         if begun[: len(letter)] != letter or whole[: len(letter)] != letter:
             return whole
         # If a separator ends within a word, the row after it has other ids than at the beginning of a text. So the
@@ -138,6 +137,11 @@ class SequentialMethod(Method):
         parts = begun[len(letter) :]
         joined = whole[: len(begun)] != begun  # the end of the separator and the next row share a token
         return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts
+
+    def _encoded(self, spells: Spells) -> tuple[list[int], list[int], list[int]]:
+        """The ids of a letter, of a letter with the separator after it, and of two letters around the separator."""
+        between = self.separator
+        return spells.encode("a"), spells.encode(f"a{between}"), spells.encode(f"a{between}a")
 
     def order(self, lengths: Sequence[int]) -> list[int]:
         """The only row of the grid, even if it is empty."""

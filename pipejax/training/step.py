@@ -100,15 +100,14 @@ def batch_loss(
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
     row, time_ = batch["row"], batch["time"]
+    groups = None if group is None else group(row)
     if getattr(model, "blocks", None):
-        groups = None if group is None else group(row)
         mask, of_source = Slots(jnp.where(real, example, -1), row, time_, position(row, time_), groups), None
     else:
         pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
         together = example[:, :, None] == example[:, None, :]
         mask = grid.visible(*pairs) & together & real[:, None, :]
-        if group is not None:
-            groups = group(row)
+        if groups is not None:
             mask &= grid.shares_group(groups[:, :, None], groups[:, None, :])
         # The number of each source token's example within its sequence.
         owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])
