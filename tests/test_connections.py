@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import json
 import logging
 import re
 import resource
+import select
 import socket
 import threading
 import time
@@ -379,6 +381,26 @@ def test_requests_that_have_not_begun_get_503_at_the_end(engine: ScriptedEngine)
     for thread in threads:
         thread.join()
     assert not strange and found.count(503) > 10 and set(found) <= {200, 429, 503}
+
+
+def test_connection_requests_at_the_end_are_ignored_and_then_refused() -> None:
+    """A client between the last accepted connection and the closed socket: its connection would be reset."""
+
+    async def close() -> list[int]:
+        listener = connections.Listener(listening, None, 10, lambda reason: b"")  # type: ignore[arg-type]
+        if not await listener.stop():
+            pytest.skip("this system cannot ignore connection requests")
+        client.setblocking(False)
+        found = [client.connect_ex(address)]
+        _, writable, _ = select.select([], [client], [], 0.3)
+        assert not writable, "the request was accepted"
+        listener.close()
+        select.select([], [client], [], 20)
+        return [*found, client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)]
+
+    with serve_command.listen("127.0.0.1", 0) as listening, socket.socket() as client:
+        address = listening.getsockname()
+        assert asyncio.run(close()) == [errno.EINPROGRESS, errno.ECONNREFUSED]
 
 
 def test_waiting_connections_are_answered_at_the_end(engine: ScriptedEngine) -> None:

@@ -6,9 +6,13 @@ block the event loop. `_Transport` delays closing a socket until the client has 
 """
 
 import asyncio
+import contextlib
+import ctypes
 import errno
 import logging
 import socket
+import struct
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -32,6 +36,16 @@ BATCH = 32  # connections that are accepted before other tasks run
 SPARE = 32  # connections above the limit that may be refused at the same time
 PAUSE = 0.05  # seconds until accepting is tried again after an error
 QUIET = 60.0  # seconds between two log lines about the limit
+ATTACH_FILTER = 26  # Linux: SO_ATTACH_FILTER
+# A classic BPF program that drops the packets which request a connection. It reads the TCP header. Each instruction is
+# (code, instructions to skip if true, instructions to skip if false, operand).
+DROP_SYN = (
+    (0x30, 0, 0, 13),  # load the byte of flags
+    (0x54, 0, 0, 0x12),  # keep the bits of SYN and ACK
+    (0x15, 0, 1, 0x02),  # whether only SYN is set
+    (0x06, 0, 0, 0),  # drop the packet
+    (0x06, 0, 0, 0xFFFFFFFF),  # keep the packet
+)
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
@@ -213,11 +227,30 @@ class Listener:
                 continue
             self._connect(client)
 
-    def close(self) -> None:
-        """Accepts the connections in the backlog, and no more. Called after `accept` was cancelled.
+    async def stop(self) -> bool:
+        """Ignores new connection requests, and waits until the present ones have become connections.
 
-        Closing the socket resets connections that were not accepted. With a backlog of 0 the system holds at most one
-        such connection in the meantime. Other clients repeat their connection requests, which are refused by then.
+        Clients repeat an ignored request after a second; it is refused once the socket is closed. Where requests cannot
+        be ignored, `close` may reset one connection.
+
+        Returns:
+          Whether requests are ignored. Only Linux can do that, and some of its sandboxes have no packet filters.
+        """
+        ignores = False
+        if sys.platform == "linux":
+            code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in DROP_SYN))
+            program = struct.pack("HP", len(DROP_SYN), ctypes.addressof(code))
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, program)
+                ignores = True
+        await asyncio.sleep(PAUSE)
+        return ignores
+
+    def close(self) -> None:
+        """Accepts the connections in the backlog, and no more. Called after `stop`, when `accept` was cancelled.
+
+        Closing the socket resets connections that were not accepted. Where `stop` cannot ignore requests, this is at
+        most one connection, since the backlog is 0 by then.
         """
         self._socket.listen(0)
         try:

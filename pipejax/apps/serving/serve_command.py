@@ -389,6 +389,7 @@ def run(
                 await asyncio.to_thread(service.engine.close, drain=False, seconds=0.0)
                 break
         progress.close()
+        await accepting.stop()
         acceptor.cancel()
         accepting.close()
         if not server.force_exit:
