@@ -20,6 +20,7 @@ from pipejax import grid, methods
 from pipejax.config import Config
 from pipejax.data.batches import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
+from pipejax.decoding import group_of
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import auxiliary, lora, sharding
@@ -266,7 +267,7 @@ class Trainer:
         make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
         self.method = methods.trained(config)
         strategy = methods.strategy_of(self.method, methods.Ids.of(config.model))
-        group = getattr(strategy, "group", None)
+        group = group_of(strategy)
         self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
         if self.blocks:  # only modules that support blocks have this argument
             make = partial(make, blocks=self.blocks)
