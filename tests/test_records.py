@@ -824,7 +824,8 @@ def test_field_missing_from_all_records_is_refused(tmp_path):
     for second in ({"context": None}, {"source": "b"}, {"source_ids": [1]}):
         sources.check_fields(fields, [{"question": "a"}, second], "here")
     sources.check_fields(fields, [], "here")
-    with pytest.raises(UserError, match=r'^here: found no "context" in any record; .*keys: question, text'):
+    rename = r'^here: found no "context" in any record; .*keys: question, text; rename the field .* to "context"\)$'
+    with pytest.raises(UserError, match=rename):
         sources.check_fields(fields, [{"question": "a", "text": "b"}, {"question": "c"}], "here")
     generator: Any = SimpleNamespace(
         config=config,

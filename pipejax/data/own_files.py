@@ -228,7 +228,8 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, 
             return
     if keys:
         guess = _misspelt(lacking[0], frozenset(keys))
-        hint = f'did you mean "{guess}"?' if guess else "" if learned else _other_key(lacking[0], keys)
+        rename = f'rename the field that has this text to "{lacking[0]}"'
+        hint = f'did you mean "{guess}"?' if guess else rename if learned else _other_key(lacking[0], keys)
         raise UserError(
             where,
             found=f'no "{lacking[0]}" in any record',
