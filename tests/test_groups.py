@@ -199,13 +199,33 @@ def test_numbers_that_are_no_groups_are_refused(group: Any, found: str) -> None:
         Generator(Config(model=MORE_WORDS, method=method), {}, None).make_strategy()
 
 
-@pytest.mark.slow
-def test_the_method_of_the_page_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs no change in pipejax."""
+class Letters:
+    """A tokenizer whose tokens are the letters of a text."""
+
+    def encode(self, text: str) -> list[int]:
+        return [2 + ord(letter) for letter in text]
+
+
+@pytest.fixture
+def fields(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `fields.py` of the page on methods."""
     text = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
     module: Any = types.ModuleType("fields")
     monkeypatch.setitem(sys.modules, "fields", module)  # required by dataclasses
     exec(text.split("Save this as `fields.py`", 1)[1].split("```python\n", 1)[1].split("```", 1)[0], vars(module))
+    return module
+
+
+def test_the_method_of_the_page_refuses_more_rows_than_prompts(fields: Any) -> None:
+    rows, spells = ["red apples", "old maps", "new lamps"], Letters()
+    assert fields.Fields().target(rows[:2], spells, Ids(0, EOS), most=40, where="train.jsonl:3").flat.row.max() == 1
+    with refuses("train.jsonl:3", found="3 rows", expected="at most 2, one for each prompt"):
+        fields.Fields().target(rows, spells, Ids(0, EOS), most=40, where="train.jsonl:3")
+
+
+@pytest.mark.slow
+def test_the_method_of_the_page_passes(fields: Any) -> None:
+    """It needs no change in pipejax."""
     targets = [["red apples", "old"], ["red", "old lamps"], ["red maps", "old bread"]]
-    line = check_method(module.Fields(times=10), targets=targets)
+    line = check_method(fields.Fields(times=10), targets=targets)
     assert "answers agree with recomputation (decode, drafts, stream)" in line
