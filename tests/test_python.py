@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 import pipejax
@@ -312,6 +313,45 @@ def test_float32_cells_have_their_shortest_decimal_text(kind: str, tmp_path: Pat
         given = [{"price": np.float32(x), "all": np.asarray([x, np.nan], np.float32), "whole": x} for x in PRICES]
         rows = list(rows_in(given, "sources"))
     assert rows == [{"price": x, "all": [x, None], "whole": x} for x in PRICES]
+
+
+WIDE = [float(np.float32(x)) for x in PRICES]  # 19.989999771118164, ...
+FLOAT32 = pyarrow.float32()
+
+
+@pytest.mark.parametrize(
+    "of_lists", [pyarrow.large_list(FLOAT32), pyarrow.list_(FLOAT32, 2), pyarrow.list_view(FLOAT32)], ids=str
+)
+def test_float32_numbers_in_all_lists_of_arrow_have_their_shortest_decimal_text(of_lists: Any, tmp_path: Path) -> None:
+    """Polars writes large lists to Parquet; numbers of other types are unchanged."""
+    lists: Any = pyarrow.array([[x, None] for x in PRICES], of_lists)
+    structs: Any = pyarrow.array([{"x": one} for one in lists.to_pylist()], pyarrow.struct({"x": of_lists}))
+    table: Any = pyarrow.table({"all": lists, "inner": structs, "whole": pyarrow.array(WIDE)})
+    expected = [{"all": [x, None], "inner": {"x": [x, None]}, "whole": y} for x, y in zip(PRICES, WIDE, strict=True)]
+    assert list(rows_in(table, "sources")) == expected
+    if "view" not in str(of_lists):  # Parquet has no views
+        pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+        assert [row for _, row in read_records(tmp_path / "x.parquet")] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "types"),
+    [
+        ("polars", "dtypes", ("Float32", "List(Float32)", "Float64")),
+        ("pandas", "dtypes", ("float[pyarrow]", "list<item: float>[pyarrow]", "double[pyarrow]")),
+        ("datasets", "features", ("Value('float32')", "List(Value('float32'))", "Value('float64')")),
+    ],
+)
+def test_float32_numbers_that_a_table_widens_have_their_shortest_decimal_text(
+    kind: str, where: str, types: tuple[str, ...]
+) -> None:
+    """These libraries return float32 numbers as Python's floats."""
+    table = TABLES[kind]([{"price": x, "all": [x, None], "whole": x} for x in WIDE])
+    setattr(table, where, [*types] if kind == "polars" else dict(zip(("price", "all", "whole"), types, strict=True)))
+    if kind == "datasets":
+        table.form = None
+    expected = [{"price": x, "all": [x, None], "whole": y} for x, y in zip(PRICES, WIDE, strict=True)]
+    assert list(rows_in(table, "sources")) == expected
 
 
 def test_cells_equal_values_of_json() -> None:

@@ -3,9 +3,12 @@
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipejax.data.lines import Placed, Refusal, read_file, refuse_line
 from pipejax.data.storage import inner_name, is_remote, open_file, open_remote, unpacked
@@ -97,9 +100,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(path, found=f"the splits {splits or 'none'}", expected=f"one of them, such as {path}/train")
     library, arrow = module("datasets", "datasets", path), module("pyarrow", "datasets", path)
     try:
-        # A saved format would return arrays instead of lists.
-        rows = library.load_from_disk(str(path)).with_format(None)
-        for number, value in enumerate(rows, start=1):
+        for number, value in enumerate(rows_in(library.load_from_disk(str(path)), str(path)), start=1):
             yield f"{path}:{number}", value
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
         raise UserError(path, f"not a data set, or damaged ({first_line(error)})") from error
@@ -108,64 +109,70 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
 def rows_in(given: Any, name: str) -> Iterator[Any]:
     """Yields the rows of a table in memory as objects; the items of any other iterable are yielded unchanged."""
     rows: Iterable[Any]
+    narrow = set[object]()  # the columns with float32 numbers, which the table returns as Python's floats
     if hasattr(given, "to_pylist"):  # Arrow
         _check_columns(getattr(given, "column_names", []), name)
         rows = _rows_of(given)
     elif hasattr(given, "iter_rows"):  # Polars
-        is_narrow = any(str(dtype) == "Float32" for dtype in getattr(given, "dtypes", ()))
-        rows = _rows_of(given.to_arrow()) if is_narrow else given.iter_rows(named=True)
+        kinds = zip(given.columns, getattr(given, "dtypes", ()), strict=False)
+        narrow = {column for column, kind in kinds if "Float32" in str(kind)}
+        rows = given.iter_rows(named=True)
     elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # pandas
         _check_columns(list(given.columns), name)
         dtypes: Any = getattr(given, "dtypes", {})
-        narrow = [column for column, dtype in dtypes.items() if str(dtype) in ("float16", "float32", "Float32")]
-        if narrow:  # as in `_rows_of`
-            given = given.astype(dict.fromkeys(narrow, "str")).astype(dict.fromkeys(narrow, "float64"))
+        own = [column for column, dtype in dtypes.items() if str(dtype) in ("float16", "float32", "Float32")]
+        if own:  # pandas writes their shortest decimal texts
+            given = given.astype(dict.fromkeys(own, "str")).astype(dict.fromkeys(own, "float64"))
+        narrow = {column for column, dtype in dtypes.items() if _FLOAT32.search(str(dtype))}  # dtypes of Arrow
         rows = given.to_dict("records")
     elif hasattr(given, "columns") or not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise UserError(name, found=shown_value(given), expected="a list, a data frame or another table of records")
-    else:  # a format set on a data set of `datasets` would return arrays instead of lists
-        rows = given.with_format(None) if hasattr(given, "with_format") else given
-    return ({str(key): _plain_cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
+    elif hasattr(given, "with_format"):  # datasets
+        features = getattr(given, "features", None) or {}
+        narrow = {column for column, feature in features.items() if "float32" in str(feature)}
+        rows = given.with_format(None)  # another format would return arrays instead of lists
+    else:
+        rows = given
+    return (
+        {str(key): _shortest(_plain_cell(x)) if key in narrow else _plain_cell(x) for key, x in row.items()}
+        if isinstance(row, Mapping)
+        else row
+        for row in rows
+    )
 
 
 def _rows_of(table: Any) -> list[Any]:
-    """Returns the rows of an Arrow table, batch or array of structs as objects.
-
-    A float32 number becomes the number with its shortest decimal text: 19.99, and not 19.989999771118164.
-    """
-    pyarrow = module("pyarrow", "parquet", "a table of Arrow")
-
-    def replaced(kind: Any, other: Any) -> Any:
-        """The type with `other` in place of each float32."""
-        if pyarrow.types.is_float32(kind):
-            return other
-        if pyarrow.types.is_list(kind):
-            return pyarrow.list_(replaced(kind.value_type, other))
-        if pyarrow.types.is_struct(kind):
-            return pyarrow.struct([(field.name, replaced(field.type, other)) for field in kind])
-        return kind
-
-    def widened(column: Any) -> Any:
-        as_text = replaced(column.type, pyarrow.string())
-        if as_text == column.type:
-            return column
-        return column.cast(as_text).cast(replaced(column.type, pyarrow.float64()))
-
-    if hasattr(table, "schema"):
-        for number, field in enumerate(table.schema):
-            column = table.column(number)
-            if (new := widened(column)) is not column:
-                table = table.set_column(number, field.name, new)
-    else:  # an array of structs
-        table = widened(table)
+    """Returns the rows of an Arrow table, batch or array of structs as objects; float32 numbers become `_shortest`."""
     rows: list[Any] = table.to_pylist()
+    fields = table.schema if hasattr(table, "schema") else table.type  # the type of structs has fields, as a schema has
+    for column in (x.name for x in (fields if isinstance(fields, Iterable) else ()) if _FLOAT32.search(str(x.type))):
+        for row in rows:
+            if isinstance(row, dict):
+                row[column] = _shortest(row[column])
     return rows
+
+
+_FLOAT32 = re.compile(r"\bfloat\b")  # in the name of a type of Arrow, such as "large_list<item: float>"
+
+
+def _shortest(value: object) -> object:
+    """Converts the float32 numbers of a cell, which may be in lists and objects.
+
+    Each becomes the number with its shortest decimal text: 19.99, and not 19.989999771118164.
+    """
+    if isinstance(value, float):
+        with np.errstate(over="ignore"):
+            narrow = np.float32(value)
+        return float(str(narrow)) if narrow == value else value  # a float64 number of the same cell is unchanged
+    if isinstance(value, Mapping):
+        return {key: _shortest(x) for key, x in value.items()}
+    return [_shortest(x) for x in value] if isinstance(value, list) else value
 
 
 def _plain_cell(value: object) -> object:
     """Converts a cell to its JSON form: None for a missing value, which pandas stores as NaN, and lists for arrays.
 
-    NumPy's float16 and float32 become the numbers with their shortest decimal text, as in `_rows_of`.
+    NumPy's float16 and float32 become the numbers with their shortest decimal text, as by `_shortest`.
     """
     if str(getattr(value, "dtype", "")) in ("float16", "float32"):
         value = [*value] if getattr(value, "shape", ()) else float(str(value))  # type: ignore[misc]
