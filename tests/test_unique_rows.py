@@ -287,6 +287,14 @@ def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, draf
     assert in_circles > 1 or literal
 
 
+def same(found, wanted):
+    """Asserts that two records are equal; log-probabilities may differ by rounding."""
+    scores = "log_prob", "log_probs"
+    assert {k: v for k, v in found.items() if k not in scores} == {k: v for k, v in wanted.items() if k not in scores}
+    assert found["log_prob"] == pytest.approx(wanted["log_prob"], abs=1e-3)
+    assert list(map(len, found["log_probs"])) == list(map(len, wanted["row_ids"]))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.3, 0.0])
 def test_streams_and_running_batches_give_the_records_of_decode(temperature):
@@ -296,14 +304,6 @@ def test_streams_and_running_batches_give_the_records_of_decode(temperature):
     given = [Source(i, [*rng.integers(2, 12, rng.integers(1, 15)).tolist(), 1]) for i in range(16)]
     expected = made.decode([{"source_ids": one.content, "id": one.id} for one in given], batch_size=8)
     assert sum(len(record["repeated"]) for record in expected) > 10
-
-    def same(found, wanted):
-        scores = "log_prob", "log_probs"
-        assert {k: v for k, v in found.items() if k not in scores} == {
-            k: v for k, v in wanted.items() if k not in scores
-        }
-        assert found["log_prob"] == pytest.approx(wanted["log_prob"], abs=1e-3)
-        assert list(map(len, found["log_probs"])) == list(map(len, wanted["row_ids"]))
 
     for source, wanted in zip(given, expected, strict=True):
         *events, record = made.stream_source(source, "pipelined")
@@ -442,3 +442,45 @@ def test_sequential_answers_of_random_models_end_at_the_first_repetition(drafter
                 expected, repeated = (tokens[: count - 1], count, None), repeated + 1
             assert (*rows_of(found, b), int(found.steps[b]), TRUNCATIONS[found.truncated[b]]) == expected
     assert repeated > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["none", pytest.param("jacobi", marks=pytest.mark.long)])
+def test_streams_and_running_batches_of_sequential_answers_end_at_the_first_repetition(draft: str, tokenizer) -> None:
+    """Offline decoding, streams and an engine end an answer at the same token; the token 3 is the separator."""
+    params = oracle.random_params(MORE_WORDS, np.random.default_rng(8), eos_scale=0.6)
+    params["shared"]["embedding"][3] *= 2
+    made = Generator(generator(model=MORE_WORDS, draft=draft).config, params, tokenizer)
+    rng = np.random.default_rng(0)
+    given = [Source(i, [*rng.integers(3, 12, rng.integers(1, 15)).tolist(), 1]) for i in range(12)]
+    asked = [{"source_ids": one.content, "id": one.id} for one in given]
+    plain = {"method": "sequential", "unique_rows": False, "draft": "none"}
+    whole, expected = made.decode(asked, **plain), made.decode(asked, method="sequential", batch_size=4)
+    repeated = 0
+    for free, record in zip(whole, expected, strict=True):
+        (tokens,), steps, truncated = free["row_ids"], free["steps"], free["truncated"]
+        if (count := first_repetition(tokens, 3)) is not None:
+            tokens, steps, truncated, repeated = tokens[: count - 1], count, None, repeated + 1
+        assert (record["row_ids"], record["steps"], record["truncated"]) == ([tokens], steps, truncated)
+        assert record["log_probs"][0] == pytest.approx(free["log_probs"][0][: len(tokens)], abs=1e-3)
+    assert 2 < repeated < len(given)
+
+    for source, wanted in zip(given, expected, strict=True):
+        *events, record = made.stream_source(source, "sequential")
+        same({**record, "calls": 0}, {**wanted, "calls": 0})
+        assert [[event.token for event in events if not event.done]] == wanted["row_ids"]
+        assert [event.done for event in events[-1:]] == [wanted["truncated"] is None]
+        assert events[-1].text == wanted["text"]
+    engine = Engine(made, places=3, queue=99)
+    requests = [Request(source, "sequential", max_tokens=most) for most in (None, 9) for source in given]
+    with engine.scheduler.waiting.lock:  # the requests arrive together: one batch is compiled
+        submitted = [engine.submit(request) for request in requests]
+    answers = [list(answer.events()) for answer in submitted]
+    engine.close(drain=True, seconds=60)
+    for wanted, (*events, record), request in zip(expected * 2, answers, requests, strict=True):
+        (tokens,) = wanted["row_ids"]
+        assert [[event.token for event in events]] == record["row_ids"] == [tokens[: request.max_tokens]]
+        if request.max_tokens is None or request.max_tokens > len(tokens):
+            same({**record, "calls": 0}, {**wanted, "calls": 0})
+        else:
+            assert (record["truncated"], record["steps"]) == ("max_tokens", request.max_tokens)
