@@ -2,13 +2,13 @@
 
 A token has two coordinates, its row (the paper's subsequence i) and its time (the paper's time-step t). Rows and times
 are 0-based here, while the paper's i is 1-based: the bos of row i has the time i * delay, and the j-th generated token
-of row i (j = 1, 2, ..., eos included) has the time i * delay + j. Time-step t of Algorithm 1 feeds the tokens at time
-t - 1 and generates the tokens at time t. All functions except the layouts accept NumPy arrays and traced JAX arrays.
-This module uses no model and no files.
+of row i (j = 1, 2, ..., eos included) has the time i * delay + j. In time-step t, Algorithm 1 feeds the tokens at
+time t - 1 and generates the tokens at time t. `visible`, `shares_group`, `distance`, `position` and `start` also accept
+NumPy arrays and traced JAX arrays. This module uses no model and no files.
 
 The delay 0 is not in the paper: all rows start at time 0, and each row begins with a given name. The number of names
-is the number of rows, so no empty row ends the answer, and training targets have no empty row either. Visibility does
-not change: a row sees the rows above it (the rows with lower numbers) up to its own time.
+is the number of rows, so no empty row ends the answer, and training targets have no empty row either. The rule of
+visibility is the same: a row sees the rows above it (the rows with lower numbers) up to its own time.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Numbers = Any  # a number, or an array of NumPy or JAX
 
 
 def visible(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
-    """Whether a query sees a key (paper section 3.2, eq. 4).
+    """Returns whether a query sees a key (paper section 3.2, eq. 4).
 
     A query sees the keys of its own row and of earlier rows, up to and including its own time.
 
@@ -32,7 +32,7 @@ def visible(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time:
 
 
 def shares_group(query_group: Numbers, key_group: Numbers) -> Numbers:
-    """Whether a query may see a key of another group: it sees the keys of its own group and of group 0.
+    """Returns whether a query may see a key of another group: it sees the keys of its own group and of group 0.
 
     In the paper all rows are in group 0. Rows of different groups above 0 do not see each other.
 
@@ -43,7 +43,7 @@ def shares_group(query_group: Numbers, key_group: Numbers) -> Numbers:
 
 
 def distance(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
-    """The Manhattan distance on the grid, `|t1 - t2| + |i1 - i2|` for rows i and times t (paper section 4.3).
+    """Returns the Manhattan distance on the grid, `|t1 - t2| + |i1 - i2|` for rows i and times t (paper section 4.3).
 
     T5's attention bias is a function of this relative position.
 
@@ -55,7 +55,7 @@ def distance(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time
 
 
 def position(row: Numbers, time: Numbers) -> Numbers:
-    """The position of a slot, row + time.
+    """Returns the position of a slot, row + time.
 
     The `distance` of a query and a visible key is the query's position minus the key's position, since a visible key
     has neither a later row nor a later time than the query.
@@ -64,12 +64,12 @@ def position(row: Numbers, time: Numbers) -> Numbers:
 
 
 def start(row: Numbers, delay: int) -> Numbers:
-    """The time of a row's bos (paper section 3.2: "the j-th token in the i-th subsequence")."""
+    """Returns the time of a row's bos (paper section 3.2: "the j-th token in the i-th subsequence")."""
     return row * delay
 
 
 def count_rows(delay: int, time_max: int, sub_max: int) -> int:
-    """The number of rows of the grid: at most `sub_max`, and only rows that start before `time_max`."""
+    """Returns the number of rows of the grid: at most `sub_max`, and only rows that start before `time_max`."""
     return min(sub_max, -(-time_max // delay)) if delay else sub_max
 
 
@@ -78,7 +78,8 @@ class Flat(NamedTuple):
 
     inputs: np.ndarray  # i32 [N], the token that the decoder is fed at each slot
     targets: np.ndarray  # i32 [N], the next token of the same row
-    weights: np.ndarray  # f32 [N], the weight of the slot in the loss: 1, or 0 at a fed eos and where a name follows
+    # f32 [N], the weight of the slot in the loss: 0 if the slot feeds eos, or its target is a token of a name; else 1
+    weights: np.ndarray
     row: np.ndarray  # i32 [N], the row of the fed token
     time: np.ndarray  # i32 [N], its time
 
@@ -88,10 +89,11 @@ def flatten(
 ) -> Flat:
     """Lays rows of token ids out for teacher forcing (paper section 3.3, eq. 5).
 
-    Each row becomes [bos, tokens, eos]. With `final` the empty row [bos, eos] follows the last row, unless the delay
-    is 0. The slots that feed bos and the tokens have the next token as their target; the last of them has eos. The eos
-    itself is fed only if a later row has a slot with a target that sees it, and this slot has weight 0. Otherwise no
-    other slot depends on it, so it is left out. One row without `final` is an ordinary T5 target.
+    Each row becomes [bos, tokens, eos]. With `final` the empty row [bos, eos] follows the last row, unless the delay is
+    0. The slots that feed bos and the tokens have the next token as their target; the target of the last of these slots
+    is eos. If a slot of a later row that feeds bos or a token sees the eos, a further slot, of weight 0, feeds the eos.
+    Otherwise the loss does not depend on the eos, and no slot feeds it. One row without `final` is an ordinary T5
+    target.
 
     Args:
       rows: token ids without bos and eos.
@@ -123,7 +125,7 @@ def flatten(
 
 
 def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_max: int) -> int:
-    """The number of time-steps that Algorithm 1 takes to generate given rows, with the default stop rule.
+    """Returns the number of time-steps that Algorithm 1 takes to generate given rows, with the default stop rule.
 
     Args:
       lengths: the lengths of the rows, in tokens without eos.
@@ -139,7 +141,7 @@ def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_ma
 
 
 def pipelined_calls(lengths: Sequence[int], *, delay: int, steps: int) -> int:
-    """The number of decoder calls of a decode: the time-steps in which at least one row was open.
+    """Returns the number of decoder calls of a decode: the time-steps in which at least one row was open.
 
     Args:
       lengths: the lengths of all rows that started, in tokens without eos; zeros may follow.
@@ -155,7 +157,7 @@ def pipelined_calls(lengths: Sequence[int], *, delay: int, steps: int) -> int:
 
 
 def sequential_steps(lengths: Sequence[int], *, separator: int = 1) -> int:
-    """The number of tokens that a sequential decoder generates for the same rows, separators and eos included.
+    """Returns the number of tokens that a sequential decoder generates for the same rows, separators and eos included.
 
     Args:
       lengths: the lengths of the rows, in tokens.

@@ -106,7 +106,7 @@ __getattr__ = moved.renamed(
 
 
 def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> GridStrategy:
-    """The strategy with drafts by `drafter`, or by the drafter that `decode.draft` names.
+    """Returns the strategy with drafts by `drafter`, or by the drafter that `decode.draft` names.
 
     Raises:
       UserError: the drafter breaks a rule of `Drafter`, or the class of `inner` overrides steps.
@@ -118,7 +118,7 @@ def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = Non
 
 
 def with_drafts(inner: OnGrid, drafts: Drafts) -> GridStrategy:
-    """The strategy of Algorithm 1 that generates the same answers as `inner`, with drafts.
+    """Returns the strategy of Algorithm 1 that generates the same answers as `inner`, with drafts.
 
     Raises:
       UserError: the class of `inner` overrides steps, which drafts would not follow.
@@ -142,7 +142,7 @@ def _find_own_steps(inner: OnGrid) -> tuple[type, list[str]]:
 
 
 def with_forced(strategy: Strategy, count: int) -> Strategy:
-    """The strategy that generates the same answers, and feeds up to `count` forced tokens of a row in one call.
+    """Returns the strategy that generates the same answers, and feeds up to `count` forced tokens of a row in one call.
 
     The result is `strategy` itself if its steps cannot be drafted.
     """

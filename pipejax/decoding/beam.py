@@ -22,7 +22,7 @@ class BeamState:
     scores: Array  # f32 [B, K], log-probabilities; -inf where there is no hypothesis yet
     best: Array  # i32 [B, max_length], the tokens of the best finished hypothesis
     length: Array  # i32 [B], the number of its tokens, the end token included
-    ended: Array  # bool [B], whether it ended with an end token
+    ended: Array  # bool [B], whether the best finished hypothesis ended with an end token
     finished: Array  # f32 [B, K], penalised scores of the K best finished hypotheses, best first; -inf for none
     steps: Array  # i32 [B], steps until the example was done
     done: Array  # bool [B]
@@ -63,11 +63,11 @@ class Beam(Plain):
         return 1 + self.beams * (self.max_length - 1)
 
     def start(self, row: Numbers) -> Numbers:
-        """0 for all rows."""
+        """Returns 0 for all rows."""
         return 0 * row
 
     def init(self, batch: int, source: SourceIds | None = None) -> BeamState:
-        """The state with one hypothesis, bos alone, in the first row."""
+        """Returns the state with one hypothesis, bos alone, in the first row."""
         tokens = jnp.zeros((batch, self.beams, self.max_length), jnp.int32)
         none, zeros = jnp.full((batch, self.beams), -jnp.inf), jnp.zeros(batch, jnp.int32)
         return BeamState(
@@ -91,7 +91,7 @@ class Beam(Plain):
         return state, Query(state.last, row, jnp.full_like(row, state.step), live, lineage=state.lineage)
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
-        """Log-probabilities f32 [N, M] and ids i32 [N, M] of the M most likely tokens of each query."""
+        """Returns the log-probabilities f32 [N, M] and ids i32 [N, M] of the M most likely tokens of each query."""
         best, ids = jax.lax.top_k(logits.T, self.candidates)
         return best - jax.nn.logsumexp(logits, axis=0)[:, None], ids
 
@@ -104,7 +104,7 @@ class Beam(Plain):
         parent, found = place // values.shape[2], jnp.take_along_axis(ids.reshape(batch, -1), place, axis=1)
 
         def continued(which: Array) -> tuple[Array, Array, Array]:
-            """Tokens, newest token and lineage of the candidates with the indices `which`, i32 [B, n]."""
+            """Returns tokens, newest token and lineage of the candidates with the indices `which`, i32 [B, n]."""
             parents = jnp.take_along_axis(parent, which, axis=1)[:, :, None]
             last = jnp.take_along_axis(found, which, axis=1)
             tokens, lineage = (jnp.take_along_axis(x, parents, axis=1) for x in (state.tokens, state.lineage))
@@ -134,11 +134,11 @@ class Beam(Plain):
         )
 
     def done(self, state: BeamState) -> Array:
-        """Whether each example is done, bool [B], as `advance` determined."""
+        """Returns whether each example is done, bool [B], as `advance` determined."""
         return state.done
 
     def result(self, state: BeamState) -> Decoded:
-        """One row, the best finished hypothesis."""
+        """Returns one row, the best finished hypothesis."""
         code = jnp.where(state.ended, TRUNCATIONS.index(None), TRUNCATIONS.index("max_length"))
         return Decoded(
             tokens=state.best[:, None],

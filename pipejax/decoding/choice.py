@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: greedily, by sampling, or after rules have changed the logits. Used for all strategies.
+"""Chooses tokens from logits, for all strategies: greedily, by sampling, or after rules have changed the logits.
 
 A strategy chooses the token with the highest logit; `choose_tokens` replaces this choice as `DecodingOptions` describe.
 The random number of a sample depends only on the seed and on the coordinates on the grid. So a sample does not depend
@@ -94,7 +94,7 @@ GREEDILY = DecodingOptions()
 
 
 def first_argmax(logits: Array) -> Array:
-    """Greedy choice i32 [N] from logits [V, N]; the lowest id wins a tie."""
+    """Returns the most likely tokens i32 [N], given logits [V, N]; the lowest id wins a tie."""
     # Without the barrier XLA may compute the logits twice, for the maximum and for the comparison, with different
     # rounding, so that no logit equals the maximum.
     logits = jax.lax.optimization_barrier(logits)
@@ -141,7 +141,7 @@ def force_tokens(tokens: Array, queries: Queries, options: DecodingOptions) -> A
 
 
 def begin_rules(options: DecodingOptions, batch: int, rows: int) -> tuple[Tree, ...]:
-    """The states of the rules before the first step, arrays [B, R, ...]; `batch`: B, `rows`: R."""
+    """Returns the states of the rules before the first step, arrays [B, R, ...]; `batch`: B, `rows`: R."""
     states = tuple(rule.init(batch, rows) for rule in options.rules)
     for rule, state in zip(options.rules, states, strict=True):
         strategy_checks.check_rows(rule, "init", state, (batch, rows))
@@ -149,7 +149,7 @@ def begin_rules(options: DecodingOptions, batch: int, rows: int) -> tuple[Tree, 
 
 
 def follow_rules(states: Sequence[Tree], tokens: Array, queries: Queries, options: DecodingOptions) -> tuple[Tree, ...]:
-    """The states of the rules after the tokens i32 [N] were chosen."""
+    """Returns the states of the rules after the tokens i32 [N] were chosen."""
     found = []
     for rule, state in zip(options.rules, states, strict=True):
         found.append(rule.follow(state, tokens, queries))
@@ -158,7 +158,7 @@ def follow_rules(states: Sequence[Tree], tokens: Array, queries: Queries, option
 
 
 def score(logits: Array, tokens: Array, options: DecodingOptions) -> Array:
-    """Log-probabilities f32 [N] of tokens i32 [N], given logits [V, N]; zeros if `DecodingOptions.scored` is False."""
+    """Returns the log-probabilities f32 [N] of tokens i32 [N], by logits [V, N]; zeros if `options.scored` is False."""
 
     def compute(logits: Array) -> Array:
         return jnp.take_along_axis(logits, tokens[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
@@ -193,7 +193,7 @@ def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
 
 
 def _limit(logits: Array, sampling: Sampling) -> Array:
-    """The weights [V, N] for sampling, with zeros for tokens that must not be drawn.
+    """Returns the weights [V, N] for sampling, with zeros for tokens that must not be drawn.
 
     The limits are applied in the order of transformers' `generate`: tokens outside the top k are removed, then tokens
     outside the top p of the remaining weights, then tokens below the share min_p of the highest weight.
@@ -204,7 +204,7 @@ def _limit(logits: Array, sampling: Sampling) -> Array:
     order = jax.lax.bitcast_convert_type(weights, jnp.int32)
 
     def least(enough: Callable[[Array], Array]) -> Array:
-        """The highest threshold i32 [N] at which the tokens at or above it are still `enough`; found bit by bit."""
+        """Returns the highest threshold i32 [N] for which `enough` is True; determined bit by bit."""
 
         def add(number: Array, order: Array) -> Array:
             higher = order | (1 << (30 - number))
@@ -222,9 +222,10 @@ def _limit(logits: Array, sampling: Sampling) -> Array:
 
 
 def _find(weights: Array, share: Array) -> Array:
-    """Inverts cumulative sums: the first token i32 [N] at which the sum of weights [V, N] exceeds a share of the total.
+    """Returns the first token i32 [N] at which the cumulative sum of the weights [V, N] exceeds a share of their total.
 
     `share`: f32 [N] in [0, 1).
+
     """
     blocks = jnp.pad(weights, ((0, -weights.shape[0] % BLOCK), (0, 0))).reshape(-1, BLOCK, weights.shape[1])
     sums = jnp.cumsum(blocks.sum(axis=1), axis=0)
@@ -239,6 +240,6 @@ def _find(weights: Array, share: Array) -> Array:
 
 
 def _last(is_there: Array) -> Array:
-    """i32 [N], the index of the last True in each column of bool [M, N]."""
+    """Returns i32 [N], the index of the last True in each column of bool [M, N]."""
     numbers = jax.lax.broadcasted_iota(jnp.int32, is_there.shape, 0)
     return jnp.where(is_there, numbers, 0).max(axis=0)

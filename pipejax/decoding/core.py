@@ -83,7 +83,7 @@ class Sizes:
         return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds), steps)
 
     def full(self) -> UserError:
-        """The error for a strategy that fills more slots than its `slots`."""
+        """Returns the error for a strategy that fills more slots than its `slots`."""
         return UserError(
             "slots",
             found=f"a cache of {self.slots[-1]} slots, which is full before all examples are finished",
@@ -170,7 +170,7 @@ def begin(
     options: DecodingOptions = GREEDILY,
     apart: bool = False,
 ) -> Carry:
-    """The carry before the first step, with a cache of no slots; traced.
+    """Returns the carry before the first step, with a cache of no slots; traced.
 
     Args:
       strategy: the strategy.
@@ -263,7 +263,7 @@ class _Loop:
         return [min(n, self.strategy.most_queries) for n in self.sizes.query_counts]
 
     def can_continue(self, carry: Carry) -> Array:
-        """bool scalar, whether the next step fits into the cache, no pause is due, and an example is not done."""
+        """Returns a bool scalar: whether the next step fits into the cache, no pause is due, and not all are done."""
         done = self.strategy.done(carry.state)
         limits = jnp.asarray([self.slots - width for width in self.widths], jnp.int32)
         # Steps after the end of an iteration still write to the cache, so there must be room for one more step.
@@ -274,7 +274,7 @@ class _Loop:
         return goes if carry.steps_left is None else goes & (carry.steps_left > 0)
 
     def fits(self, size: int, carry: Carry) -> Array:
-        """bool scalar, whether the loop can continue and the next step has this size."""
+        """Returns a bool scalar: whether the loop can continue and the next step has this size."""
         return self.can_continue(carry) & (carry.size == size)
 
     def run_all_sizes(self, carry: Carry) -> Carry:
@@ -285,7 +285,7 @@ class _Loop:
         return carry
 
     def iterate(self, size: int, carry: Carry) -> Carry:
-        """One iteration of the loop of a size: `Sizes.steps` steps."""
+        """Computes one iteration of the loop of a size: `Sizes.steps` steps."""
         if self.sizes.steps == 1:
             return self.step(size, carry)
         # A loop of static length compiles the step once, and has no condition that the host would have to read.
@@ -395,11 +395,11 @@ def refill(
     """
 
     def put(new: Array, old: Array) -> Array:
-        """The entries of `new` for examples that begin. Arrays without a first axis of B, like `row`, do not change."""
+        """Returns `new` for examples that begin, else `old`; `old` for arrays without a first axis of B, like `row`."""
         return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
     def put_queried(new: Array, old: Array) -> Array:
-        """As `put`, but arrays without a first axis of B are taken from `new`."""
+        """Returns the result of `put`, but takes arrays without a first axis of B from `new`."""
         return put(new, old) if len(new) == len(begins) else new
 
     def begin_anew(old: tuple[Tree, Query]) -> tuple[Tree, Query]:
@@ -431,7 +431,7 @@ def refill(
 
 
 def _size(query: Query, sizes: Sizes) -> Array:
-    """i32 scalar, the index of the smallest of `Sizes.query_counts` that is at least the number of live queries."""
+    """Returns an i32 scalar, the index of the smallest of `Sizes.query_counts` that suffices for the live queries."""
     total = query.live.sum()
     size: Array = sum((total > n).astype(jnp.int32) for n in sizes.query_counts[:-1]) + jnp.int32(0)
     return size

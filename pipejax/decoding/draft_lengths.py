@@ -28,11 +28,11 @@ class TrackRecord:
 
     @classmethod
     def empty(cls, batch: int, degrees: int) -> "TrackRecord":
-        """Zero counts; `batch`: B, `degrees`: K."""
+        """Returns counts of zero; `batch`: B, `degrees`: K."""
         return cls(jnp.zeros((batch, degrees)), jnp.zeros((batch, degrees)))
 
     def odds(self, supposed: Sequence[float], trust: Array) -> Array:
-        """f32 [B, R], the estimated probability that a drafted token is correct if the tokens before it are correct.
+        """Returns f32 [B, R], the estimated probability that a drafted token is correct if those before it are correct.
 
         Args:
           supposed: the prior probabilities, one for each of the K degrees of trust.
@@ -62,7 +62,7 @@ class TrackRecord:
 def choose_lengths(
     count: Array, odds: Array, hangs: Array, needed: Array, *, fixed: float, most: int, sizes: Sequence[int] | None
 ) -> Array:
-    """i32 [B, R], how many tokens to draft for each row so that a call generates the most tokens for its cost.
+    """Returns i32 [B, R], how many tokens to draft for each row so that a call generates the most tokens for its cost.
 
     A call of n columns costs `fixed` + n, and generates one token for each row and the correct drafted tokens. The k-th
     drafted token of a row is correct with the probability odds**k, or odds**(k + 1) for a row in `hangs`. The drafted
@@ -73,7 +73,7 @@ def choose_lengths(
     Args:
       count: i32 [B, R], number of tokens that could be drafted.
       odds: f32 [B, R], the probability that a token is correct if the tokens before it are correct.
-      hangs: bool [B, R], rows that are queried only because of a draft of another row, which then also must be correct.
+      hangs: bool [B, R], rows that are queried only because of a draft of another row; this draft must be correct, too.
       needed: i32 scalar, number of columns without drafts.
       fixed: the fixed cost of a call, in columns.
       most: D.

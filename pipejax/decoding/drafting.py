@@ -62,7 +62,7 @@ class DraftState:
     apart: bool = flax.struct.field(pytree_node=False)  # whether examples count their slots separately
     fed: Array  # i32 [B, 1 + C, R], the newest token of each row in the last call, and its drafts
     live: Array  # bool [B, 1 + C, R], whether each of these tokens was fed
-    kept: Array  # bool [B, 1 + C + P, R], whether each of these tokens was accepted; False for probes
+    kept: Array  # bool [B, 1 + C + P, R], whether each of these tokens was accepted; False for probe columns
     forced: Array  # i32 [B, R], the number of forced tokens with which the last drafts began
     trust: Array  # i32 [B, R], the drafter's confidence in the last drafts, an index into `Drafter.odds`
     record: TrackRecord  # how often drafts were correct
@@ -86,7 +86,7 @@ class Verdict(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """Drafting for a strategy `Rows`: the drafter, and the number of drafts in a call. Static under jit.
+    """The settings of drafting for a strategy `Rows`, such as the drafter and the number of drafts. Static under jit.
 
     A drafted token that is rarely correct is not worth the time of its column: see `choose_lengths`.
     """
@@ -103,7 +103,7 @@ class Drafts:
     table: Array | None = None  # i32 [B, R, T], the forced tokens of the batch, as in `DecodingOptions`
 
     def width(self, rows: Rows) -> int:
-        """1 + C, the number of columns of a row in a call."""
+        """Returns 1 + C, the number of columns of a row in a call."""
         return 1 + max(min(max(self.tokens, self.forced), rows.time_max - 1), 1)
 
     @property
@@ -112,7 +112,7 @@ class Drafts:
         return getattr(self.drafter, "probes", 0)
 
     def columns(self, rows: Rows) -> int:
-        """1 + C + P, the number of columns of a row in a call with its probes."""
+        """Returns 1 + C + P, the number of columns of a row in a call, with its probes."""
         return self.width(rows) + self.probes
 
     def most(self, rows: Rows) -> int:
@@ -151,7 +151,7 @@ class Drafts:
         )
 
     def init_drafter(self, source: SourceIds, rows: int) -> Tree:
-        """The state of the drafter before the first call, for a grid of `rows` rows."""
+        """Returns the state of the drafter before the first call, for a grid of `rows` rows."""
         if self.drafter is None:
             return None
         state = self.drafter.init(self.source or source, rows)
@@ -160,7 +160,7 @@ class Drafts:
         return state
 
     def init(self, rows: Rows, batch: int, source: SourceIds | None) -> DraftState:
-        """The state before the first call."""
+        """Returns the state before the first call."""
         assert source is not None, "drafters read the source"
         none = jnp.zeros((batch, rows.rows), jnp.int32)
         width = self.width(rows)
@@ -305,10 +305,10 @@ class Drafts:
             repeated = repeated_parts.find_end(written, state.length, state.length + verdict.gain, rows.separator)
             gain = jnp.minimum(verdict.gain, repeated - state.length)
             verdict = verdict._replace(gain=gain, ends=verdict.ends | (repeated < NEVER))
-        # First as if every row with queries had begun; `begins` then determines which of them did.
+        # These values are computed as if every row with queries had begun; `begins` then determines which rows did.
         ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
         if circle is not None:
-            # Rows that turn out not to begin are compared too. This is harmless: they could only add a later time.
+            # Rows that do not begin are compared, too. This changes no answer: such a row could only add a later time.
             circle = jnp.minimum(circle, rows.find_circle(written, length, ended, verdict.ends))
         begins = started | ((verdict.gain > 0) & rows.may_begin(ended, length, circle))
         gain, ends = jnp.where(begins, verdict.gain, 0), verdict.ends & begins
@@ -363,7 +363,7 @@ class Drafts:
         return rows.settle(state)
 
     def _no_probes(self, batch: int, rows: int) -> Probed | None:
-        """The probes before the first call; None if the drafter has no probes."""
+        """Returns the `Probed` before the first call, with no fed probe; None if the drafter has no probes."""
         if not self.probes:
             return None
         none, hidden = jnp.zeros((batch, rows, self.probes), jnp.int32), self._no_hidden(batch, rows)
@@ -372,27 +372,27 @@ class Drafts:
         return Probed(none > 0, none, hidden)
 
     def _no_hidden(self, batch: int, rows: int) -> Array | None:
-        """The outputs of the decoder before the first call, [B, R, W]; None if the drafter does not want outputs."""
+        """Returns zeros [B, R, W] for `DraftState.hidden`; None if the drafter does not want the decoder's outputs."""
         if not wants(self.drafter, "hidden"):
             return None
         assert self.source and self.source.width, "`bind_source` gets the width of the decoder"
         return jnp.zeros((batch, rows, self.source.width))
 
     def choose_lengths(self, rows: Rows, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
-        """The numbers of tokens to draft, at the costs of these calls; see `draft_lengths.choose_lengths`."""
+        """Returns the numbers of tokens to draft, at the costs of these calls; see `draft_lengths.choose_lengths`."""
         width = self.width(rows)
         most = len(count) * rows.rows * self.columns(rows)
         sizes = (*(n for n in self.query_counts if n < most), most) if self.rounded else None
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=width - 1, sizes=sizes)
 
     def _has_room(self, rows: Rows, drafts: DraftState) -> Array:
-        """bool [B], whether the slots suffice for this call with drafts and one without for each later time-step."""
+        """Returns bool [B], whether the slots suffice for a call with drafts, then one without for each time-step."""
         later = rows.rows * (rows.time_max - drafts.calls - 1)
         return drafts.used + rows.rows * self.columns(rows) + later <= self.slots(rows)
 
 
 def _with_answers(probed: Probed, answers: Array, outputs: Array | None) -> Probed:
-    """The probes of a call with the tokens i32 [B, P * R] and the outputs [B, P * R, W] of the model."""
+    """Returns the probes of a call with the tokens i32 [B, P * R] and the outputs [B, P * R, W] of the model."""
     batch, rows, count = probed.fed.shape
     tokens, hidden = answers.reshape(batch, count, rows).swapaxes(1, 2), probed.hidden
     if hidden is not None and outputs is not None:

@@ -1,10 +1,10 @@
-"""Forced tokens, such as row names: they are known before decoding, so one call feeds all that a row begins with.
+"""Forced tokens, such as row names: tokens that are known before decoding, so one call can feed several of them.
 
 Forced tokens are drafts that need no comparison, since `choice.force_tokens` replaces the model's tokens by forced
 tokens. End tokens are left out, because no token of the row follows an end token.
 
-Shapes: B batch, R rows of the grid, W times, D the most tokens of a row that a drafter drafts in
-a call, C the most drafted and forced tokens of a row in a call.
+Shapes: B batch, R rows of the grid, W times, D the most tokens of a row that a drafter drafts in a call, C the most
+drafted and forced tokens of a row in a call.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ COLUMNS = 256
 
 
 def count_forced(forced: np.ndarray, strategy: Strategy) -> np.ndarray:
-    """i32 [B, R], the number of forced tokens with which each row begins, without end tokens; in NumPy.
+    """Returns i32 [B, R], the number of forced tokens with which each row begins, without end tokens; in NumPy.
 
     Args:
       forced: i32 [B, R, W], as in `DecodingOptions`.
@@ -34,7 +34,7 @@ def count_forced(forced: np.ndarray, strategy: Strategy) -> np.ndarray:
 
 
 def columns_for(options: DecodingOptions, strategy: Strategy, platform: str) -> int:
-    """The most forced tokens of a row that a call feeds beside its newest token, rounded up to a power of two.
+    """Returns the most forced tokens of a row that a call feeds beside its newest token, rounded up to a power of two.
 
     The result is 0, and each step feeds one token of a row, if no tokens are forced, if a rule keeps a state that
     follows each single token, or if larger calls take longer than they save.
@@ -55,7 +55,7 @@ def columns_for(options: DecodingOptions, strategy: Strategy, platform: str) -> 
 
 
 def find_forced(forced: Array, rows: Rows, state: RowState, most: int) -> tuple[Array, Array]:
-    """The forced tokens that follow the generated tokens of each row.
+    """Returns the forced tokens that follow the generated tokens of each row.
 
     Args:
       forced: i32 [B, R, W], as in `DecodingOptions`.
@@ -73,7 +73,7 @@ def find_forced(forced: Array, rows: Rows, state: RowState, most: int) -> tuple[
 
 
 def append_forced(tokens: Array, length: Array, forced: Array, count: Array) -> Array:
-    """i32 [B, R, T], the tokens of rows with `count` forced tokens after the first `length` ones.
+    """Returns i32 [B, R, T], the tokens of rows with `count` forced tokens after the first `length` ones.
 
     Args:
       tokens: i32 [B, R, T].
@@ -87,7 +87,7 @@ def append_forced(tokens: Array, length: Array, forced: Array, count: Array) -> 
 
 
 def after_forced(drafted: Array, begin: Array, forced: Array, count: Array) -> Array:
-    """i32 [B, R, C], the drafts of rows: `count` forced tokens, then drafted tokens.
+    """Returns i32 [B, R, C], the drafts of rows: `count` forced tokens, then drafted tokens.
 
     Args:
       drafted: i32 [B, R, D], tokens for the places from `begin` on.

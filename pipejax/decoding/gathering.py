@@ -81,7 +81,7 @@ class Step:
 
 
 def count_slots(live: Array, kept: Array) -> Array:
-    """i32 [B], the number of a step's slots up to the last kept slot. The next step overwrites the following slots.
+    """Returns i32 [B], the number of a step's slots up to the last kept slot. The next step overwrites later slots.
 
     Args:
       live: bool [B, S], the queries that were fed.
@@ -91,7 +91,7 @@ def count_slots(live: Array, kept: Array) -> Array:
 
 
 def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates of the slots, with the rejected queries hidden from all later queries.
+    """Returns the coordinates of the slots, with the rejected queries hidden from all later queries.
 
     Args:
       rejected: bool [B, S], the queries to hide.
@@ -133,7 +133,7 @@ def gather(
     place = jnp.cumsum(live, axis=1) - 1  # the place of each live query within its example
 
     def at_places(x: Array, otherwise: int) -> Array:
-        """[B, S] -> [B, Q], with the live entries moved to the front, and `otherwise` behind the live entries."""
+        """Returns x [B, S] as [B, Q], with the live entries moved to the front, and `otherwise` in the rest."""
         hit = query.live[:, :, None] & (place[:, :, None] == jnp.arange(width))
         return jnp.where(hit.any(axis=1), jnp.where(hit, x[:, :, None], 0).sum(axis=1), otherwise)
 
@@ -170,7 +170,7 @@ def gather(
 
 
 def query_coordinates(step: Step) -> tuple[Array, Array, Array]:
-    """Example, row and time of the queries, i32 [N] each. A filler has the last example and a row beyond the grid."""
+    """Returns the example, row and time of the queries, i32 [N] each. The row of a filler is NOWHERE."""
     batch, width = step.row.shape
     place = jnp.arange(batch * width) if step.place_of_query is None else step.place_of_query
     row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (step.row, step.time))
@@ -178,7 +178,7 @@ def query_coordinates(step: Step) -> tuple[Array, Array, Array]:
 
 
 def _put(old: Array, new: Array, start: Array) -> Array:
-    """The array `old` [B, C] with `new` [B, Q] written from slot `start`, i32 [B|1], on."""
+    """Returns the array `old` [B, C] with `new` [B, Q] written from slot `start`, i32 [B|1], on."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(old, new, start[0], axis=1)
     place = jnp.arange(old.shape[1]) - start[:, None]

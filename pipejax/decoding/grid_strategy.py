@@ -28,8 +28,8 @@ CODE = {name: i for i, name in enumerate(TRUNCATIONS)}
 class GridStrategy(Rows):
     """The steps of Algorithm 1. See `Rows` for settings and rules.
 
-    In each call every open row feeds its newest token and generates the next one. Since later rows may see the
-    end token of a row, it is fed once, in the call of the first later query that can see it. The time of the fed end
+    In each call every open row feeds its newest token and generates the next one. Since later rows may see the end
+    token of a row, this token is fed once, in the first call that has a query of a later row. The time of the fed end
     token is the time at which it was generated.
     """
 
@@ -87,7 +87,7 @@ class GridStrategy(Rows):
         return self if self.drafts is None else self.replace(drafts=self.drafts.bind_source(source, self))
 
     def init(self, batch: int, source: SourceIds | None = None) -> RowState:
-        """An empty grid."""
+        """Returns the state of an empty grid."""
         none = jnp.zeros((batch, self.rows), jnp.int32)
         return RowState(
             tokens=jnp.zeros((batch, self.rows, self.time_max), jnp.int32),
@@ -153,11 +153,11 @@ class GridStrategy(Rows):
         return kept
 
     def done(self, state: RowState) -> Array:
-        """Whether each example is done, bool [B], as `advance` determined."""
+        """Returns whether each example is done, bool [B], as `advance` determined."""
         return state.done
 
     def result(self, state: RowState) -> Decoded:
-        """The rows without their end tokens (line 14), and the time-steps that Algorithm 1 takes for them.
+        """Returns the rows without their end tokens (line 14), and the time-steps that Algorithm 1 takes for them.
 
         If spawning was ended neither by an empty row nor by `sub_max`, the number of steps is `time_max`. For an
         example that is not done it is the number of complete time-steps: those whose tokens are all generated.
@@ -183,7 +183,7 @@ class GridStrategy(Rows):
         )
 
     def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """Codes i32 [B] of `Decoded.truncated`.
+        """Returns the codes i32 [B] of `Decoded.truncated`.
 
         Args:
           cut: bool [B], whether a row was open at the end.
@@ -196,7 +196,7 @@ class GridStrategy(Rows):
         return jnp.where(cut, CODE["time_max"], whole).astype(jnp.int32)
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """i32 [B], one call for each time-step with an open row; with drafts, the counted calls."""
+        """Returns i32 [B], one call for each time-step with an open row; with drafts, the counted calls."""
         if decoded.calls is not None:
             return np.asarray(decoded.calls)
         pairs = zip(np.asarray(decoded.lengths), np.asarray(decoded.steps), strict=True)
@@ -243,5 +243,5 @@ class Sequential(GridStrategy):
         return self.max_length
 
     def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """Codes i32 [B] of `Decoded.truncated`: "max_length" for answers without an end token."""
+        """Returns the codes i32 [B] of `Decoded.truncated`: "max_length" for answers without an end token."""
         return jnp.where(cut, CODE["max_length"], CODE[None]).astype(jnp.int32)

@@ -15,7 +15,7 @@ from pipejax.decoding.times import NEVER
 
 
 def find_end(tokens: Array, before: Array, after: Array, separator: int) -> Array:
-    """i32 [B, 1], the least number of tokens, more than `before`, after which an answer repeats itself, or NEVER.
+    """Returns i32 [B, 1], the least number of tokens above `before` after which an answer repeats itself, or NEVER.
 
     The parts of an answer are its tokens between two separators. An answer repeats itself at the separator that ends a
     part if this part and the part before it each equal an earlier part. Empty parts equal no part.
@@ -34,11 +34,11 @@ def find_end(tokens: Array, before: Array, after: Array, separator: int) -> Arra
     begins = jnp.pad(ends, ((0, 0), (1, 0)), constant_values=True)[:, :-1]  # the places at which a part begins
 
     def at(x: Array, where: Array) -> Array:
-        """The entries [B] of an array [B, T] at places [B]; the first entry for negative places."""
+        """Returns the entries [B] of an array [B, T] at places [B]; the first entry for negative places."""
         return jnp.take_along_axis(x, jnp.maximum(where, 0)[:, None], axis=1)[:, 0]
 
     def equals_earlier(first: Array, end: Array) -> Array:
-        """bool [B], whether the part from place `first` to `end` - 1, both i32 [B], equals an earlier part."""
+        """Returns bool [B], whether the part from place `first` to `end` - 1, both i32 [B], equals an earlier part."""
         size = end - first
 
         def compare(offset: Array, same: Array) -> Array:

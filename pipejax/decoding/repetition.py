@@ -54,7 +54,7 @@ class Repetition(Rule):
         return changed
 
     def _own(self, queries: Queries) -> History:
-        """The tokens of each query's row, M = 1, with its bos."""
+        """Returns the tokens of each query's row, M = 1, with its bos."""
         tokens = jnp.pad(queries.prefix, ((0, 0), (1, 0)), constant_values=self.bos)
         at, given = jnp.arange(tokens.shape[1]), queries.pick(self.given)[:, None]
         known = at <= queries.length[:, None]
@@ -65,19 +65,19 @@ class Repetition(Rule):
         return tokens[:, None], counts[:, None]
 
     def _above(self, queries: Queries) -> History:
-        """The tokens of the rows above each query, M = R."""
+        """Returns the tokens of the rows above each query, M = R."""
         tokens, given = queries.above, jnp.asarray(self.given)[queries.example]
         at = jnp.arange(tokens.shape[2])
         counts = (at >= given[:, :, None]) & (at < queries.above_length[:, :, None])
         return tokens, counts & ~self._separates(tokens)
 
     def _separates(self, tokens: Array) -> Array:
-        """bool, of the shape of `tokens`: whether each token is a separator."""
+        """Returns bool, of the shape of `tokens`: whether each token is a separator."""
         return is_end(tokens, self.separators) if self.separators else jnp.zeros(tokens.shape, bool)
 
 
 def _find_repeats(histories: list[History], length: Array, ngram: Array) -> list[Array]:
-    """For each history bool [N, M, H], the tokens that end an n-gram which the next token of the query could repeat.
+    """Returns bool [N, M, H] for each history: the tokens that end an n-gram which the query's next token could repeat.
 
     Args:
       histories: the tokens; the first history is the query's row.
@@ -105,7 +105,7 @@ def _find_repeats(histories: list[History], length: Array, ngram: Array) -> list
 
 
 def _mark(histories: list[History], counts: list[Array], shape: tuple[int, ...]) -> Array:
-    """bool [V, N], `shape`: the tokens of the histories where they count."""
+    """Returns bool [V, N] (`shape`), True for the tokens of the histories that count."""
     marked, number = jnp.zeros(shape, bool), jnp.arange(shape[1])[:, None]
     for (tokens, _), chosen in zip(histories, counts, strict=True):
         marked = marked.at[tokens.reshape(shape[1], -1), number].max(chosen.reshape(shape[1], -1), mode="drop")

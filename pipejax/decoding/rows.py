@@ -1,9 +1,10 @@
 """The state of the rows of an answer, and the rules of Algorithm 1: which rows start, are open, and end decoding.
 
-The state holds the tokens of each row from the first one to its end token, not by time. The j-th token of row i is
-generated at time start(i) + j (j = 1, 2, ...). The query that generates it feeds the previous token, at time
-start(i) + j - 1. So the newest query of a row with `length` tokens has the time start(i) + length, and the state needs
-no clock: without drafts all open rows have the same newest time, since each of them grows by one token in each call.
+The state stores the tokens of each row by their index in the row, not by their time, up to and including the end
+token. The j-th token of row i is generated at time start(i) + j (j = 1, 2, ...). The query that generates this token
+feeds the previous token, at time start(i) + j - 1. So the newest query of a row with `length` tokens has the time
+start(i) + length, and the state needs no clock: without drafts all open rows have the same newest time, since each of
+them grows by one token in each call.
 
 Shapes: B batch, R rows of the grid, T the most tokens of a row.
 """
@@ -83,11 +84,11 @@ class Rows(Plain):
         return self.time_max + sum(self.time_max - 1 - i * self.delay for i in range(self.rows - 1))
 
     def start(self, row: grid.Numbers) -> grid.Numbers:
-        """The time of a row's bos."""
+        """Returns the time of a row's bos."""
         return grid.start(row, self.delay)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy of the strategy with other values of the named settings."""
+        """Returns a copy of the strategy with other values of the named settings."""
         changed: Self = dataclasses.replace(self, **changes)
         return changed
 
@@ -98,11 +99,11 @@ class Rows(Plain):
         return first
 
     def has_started(self, state: RowState) -> Array:
-        """bool [B, R], the rows that have started."""
+        """Returns bool [B, R], the rows that have started."""
         return jnp.arange(self.rows) < state.started[:, None]
 
     def find_open(self, state: RowState) -> Array:
-        """bool [B, R], the open rows: started, not ended, with time left, in examples that are not done."""
+        """Returns bool [B, R], the open rows: started, not ended, with time left, in examples that are not done."""
         # This is an integer comparison, because LLVM cannot compile `& ~done[:, None]` for AVX-512, where it becomes a
         # vector of flags.
         begun = jnp.where(state.done, 0, state.started)
@@ -110,7 +111,7 @@ class Rows(Plain):
         return (jnp.arange(self.rows) < begun[:, None]) & ~state.ended & in_time
 
     def is_closed(self, state: RowState) -> Array:
-        """bool [B], whether the tokens generated so far imply that no more rows start."""
+        """Returns bool [B], whether the tokens generated so far imply that no more rows start."""
         next_start = grid.start(state.started, self.delay)
         if self.delay == 0:
             closed = state.started < 0
@@ -125,11 +126,11 @@ class Rows(Plain):
         return closed | (state.started == self.rows)
 
     def _has_empty(self, state: RowState) -> Array:
-        """bool [B], whether a row of the answer is empty: its first token is an end token."""
+        """Returns bool [B], whether a row of the answer is empty: its first token is an end token."""
         return (state.ended & (state.length == 1)).any(axis=1)
 
     def find_unfed(self, state: RowState, asks: Array) -> Array:
-        """bool [B, R], the ended rows whose end token must be fed now.
+        """Returns bool [B, R], the ended rows whose end token must be fed now.
 
         An end token is fed once, in the first call in which a later row has a query and may therefore see it.
 
@@ -147,7 +148,7 @@ class Rows(Plain):
         return dataclasses.replace(state, done=state.done | (~is_open.any(axis=1) & self.is_closed(state)))
 
     def find_circle(self, tokens: Array, length: Array, ended: Array, ends: Array) -> Array:
-        """i32 [B], the time at which the answer is known to repeat itself, or NEVER.
+        """Returns i32 [B], the time at which the answer is known to repeat itself, or NEVER.
 
         An answer repeats itself once two consecutive rows have ended and each of these rows equals a row above it. A
         row never ends before an equal row above it, so the rows above are complete by then. End tokens are not
@@ -179,7 +180,7 @@ class Rows(Plain):
         return time
 
     def least_above(self, x: Array) -> Array:
-        """i32 [B, R], for each row the least of `x` over the rows above on which the row depends, or `NEVER` if none.
+        """Returns i32 [B, R], the least `x` of the rows above on which each row depends, or `NEVER` without such rows.
 
         If rows start at the same time, a row depends on the rows that it sees. Otherwise a row depends on all rows
         above, because they determine whether the row starts.
@@ -192,7 +193,7 @@ class Rows(Plain):
         return jnp.where(depends, x[:, None], NEVER).min(axis=2)
 
     def may_begin(self, ended: Array, length: Array, circle: Array | None = None) -> Array:
-        """bool [B, R], whether each row would start, given the rows above it up to its start (lines 5-7, 12-13).
+        """Returns bool [B, R], whether each row starts, given the rows above it up to its start (lines 5-7, 12-13).
 
         Args:
           ended, length, circle: as in `RowState`; drafted tokens may be included.

@@ -45,7 +45,7 @@ class KnownRows(NamedTuple):
 
 
 def known_rows(strategy: Stepper, state: Tree, query: Query) -> KnownRows:
-    """The rows of a batch in a step.
+    """Returns the rows of a batch in a step.
 
     Args:
       strategy: the strategy. Its `start` gives the place of a fed token in its row: the token that is fed at time
@@ -88,11 +88,11 @@ class Queries:
         self._find_rows = find_rows
 
     def pick(self, of_rows: Array | np.ndarray) -> Array:
-        """[N, ...], the entry of each query's row in an array [B, R, ...]."""
+        """Returns [N, ...], the entry of each query's row in an array [B, R, ...]."""
         return jnp.asarray(of_rows)[self.example, jnp.minimum(self.row, of_rows.shape[1] - 1)]
 
     def put(self, of_rows: Array, values: Array) -> Array:
-        """The array `of_rows` [B, R, ...] with the `values` [N, ...] at the queries' rows."""
+        """Returns the array `of_rows` [B, R, ...] with the `values` [N, ...] at the queries' rows."""
         return of_rows.at[self.example, self.row].set(values, mode="drop")
 
     @property
@@ -142,7 +142,7 @@ class Rule:
 
     @classmethod
     def create(cls, strategy: Strategy, tokenizer: Any) -> Self:
-        """The rule of the setting `decode.rules`. By default all fields have their default values.
+        """Returns the rule of the setting `decode.rules`. By default all fields have their default values.
 
         Args:
           strategy: the strategy; `ends_of(strategy)` are the tokens that end a row.
@@ -151,7 +151,7 @@ class Rule:
         return cls()
 
     def init(self, batch: int, rows: int) -> Tree:
-        """The state of each row before its first token, arrays [B, R, ...]; None: the rule has no state.
+        """Returns the state of each row before its first token, arrays [B, R, ...]; None: the rule has no state.
 
         Args:
           batch: B.
@@ -160,7 +160,7 @@ class Rule:
         return None
 
     def apply(self, logits: Array, queries: Queries, state: Tree) -> Array:
-        """The changed logits.
+        """Returns the changed logits.
 
         Args:
           logits: f32 [V, N], of the N queries; one column for each.
@@ -173,7 +173,9 @@ class Rule:
         raise NotImplementedError
 
     def follow(self, state: Tree, tokens: Array, queries: Queries) -> Tree:
-        """The state of each row after a step. Rows that have ended may be followed, but their states are not used.
+        """Returns the state of each row after a step.
+
+        Rows that have ended may be followed as well, but their states are not used.
 
         Args:
           state: the state before the step.
@@ -195,7 +197,7 @@ class Rule:
         return self._map(select)
 
     def put(self, place: int, one: Self) -> Self:
-        """This rule, with its entry at `place` taken from `one`, a rule for a single example."""
+        """Returns this rule with the entry of example `place` taken from `one`, a rule for a single example."""
         others = {field.name: jax.tree.leaves(getattr(one, field.name)) for field in self._fields}
 
         def replace(name: str, x: Any) -> Any:
@@ -209,11 +211,11 @@ class Rule:
         return self._map(replace)
 
     def on_device(self) -> Self:
-        """The rule with the arrays that all examples share on the default device."""
+        """Returns the rule with the arrays that all examples share on the default device."""
         return self._map(lambda name, x: jax.device_put(x) if self._is_shared(name, x) else x)
 
     def _is_shared(self, name: str, x: Any) -> bool:
-        """Whether all examples share an array of the field `name`."""
+        """Returns whether all examples share an array of the field `name`."""
         return name in self.shared or np.ndim(x) == 0
 
     @property
@@ -223,7 +225,7 @@ class Rule:
         return [field for field in fields if field.metadata.get("pytree_node", True)]
 
     def _map(self, function: Callable[[str, Any], Any]) -> Self:
-        """The rule with `function(name, array)` for each array of each field."""
+        """Returns the rule with `function(name, array)` for each array of each field."""
         changed = {
             field.name: jax.tree.map(lambda x, name=field.name: function(name, x), getattr(self, field.name))
             for field in self._fields
@@ -243,7 +245,7 @@ class Allowed(Rule):
 
 
 def create_rule(kind: type[Rule], strategy: Strategy, tokenizer: Any, where: str) -> Rule:
-    """The rule that `Rule.create` of a user's class returns, with NumPy arrays.
+    """Returns the rule that `Rule.create` of a user's class returns, with NumPy arrays.
 
     Args:
       kind: the class.

@@ -53,9 +53,8 @@ class Decoded:
     steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
     calls: Array | np.ndarray | None = None  # i32 [B], decoder calls; None: `Strategy.calls` computes them
-    log_probs: Array | None = (
-        None  # f32 [B, R, W], of the token generated at each row and time, if `DecodingOptions.scores`
-    )
+    # f32 [B, R, W], the log-probability of the token generated at each row and time, if `DecodingOptions.scores`
+    log_probs: Array | None = None
     trace: Trace | None = None  # the drafted and accepted tokens of each call, if `Drafts.trace`
 
 
@@ -63,10 +62,10 @@ class Model(Protocol[Cache]):
     """The decoder of a batch of encoded sources."""
 
     def cache(self, slots: int, old: Cache | None) -> Cache:
-        """A cache of `slots` slots: the slots of `old`, if given, followed by slots of zeros."""
+        """Returns a cache of `slots` slots: the slots of `old`, if given, followed by slots of zeros."""
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """Logits f32 [V, N] of a step's queries, and the cache with the step's keys and values in the step's slots.
+        """Returns the logits f32 [V, N] of a step's queries, and the cache with the keys and values of these queries.
 
         A step may be undone: its cache slots are masked and later overwritten.
         """
@@ -106,10 +105,10 @@ class Stepper(Protocol):
         """The `drafters.Drafter` that guesses tokens; None: there are no drafts."""
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
-        """The position of a slot, also in training. Relative positions are differences: the query's minus the key's."""
+        """Returns the position of a slot, also in training. A relative position is the query's minus the key's."""
 
     def init(self, batch: int, source: SourceIds | None = None) -> Tree:
-        """The state before the first step. `source` is given if the strategy `reads_source`."""
+        """Returns the state before the first step. `source` is given if the strategy `reads_source`."""
 
     def query(self, state: Tree) -> tuple[Tree, Query]:
         """Begins the next step: starts rows, and returns the new state and the queries."""
@@ -125,13 +124,13 @@ class Stepper(Protocol):
         """
 
     def kept(self, state: Tree) -> Array | None:
-        """bool [B, S], the queries of the last step that later queries may see; None: all of them."""
+        """Returns bool [B, S], the queries of the last step that later queries may see; None: all of them."""
 
     def done(self, state: Tree) -> Array:
-        """bool [B], True for finished examples."""
+        """Returns bool [B], True for finished examples."""
 
     def result(self, state: Tree) -> Decoded:
-        """The rows generated so far; final for finished examples."""
+        """Returns the rows generated so far; final for finished examples."""
 
 
 class Strategy(Stepper, Protocol):
@@ -146,14 +145,14 @@ class Strategy(Stepper, Protocol):
         """The token that ends a row; the first one if there are several."""
 
     def start(self, row: Numbers) -> Numbers:
-        """The time of the query that generates a row's first token; each further token is generated one time later."""
+        """Returns the time of the query that generates a row's first token. Each next token is one time-step later."""
 
     @property
     def reads_source(self) -> bool:
         """Whether `init` needs the source."""
 
     def tuned_for(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
-        """The strategy tuned for a platform; its answers are the same.
+        """Returns the strategy tuned for a platform; its answers are the same.
 
         Args:
           platform: JAX's name of the platform.
@@ -162,30 +161,30 @@ class Strategy(Stepper, Protocol):
         """
 
     def bind_source(self, source: SourceIds) -> "Strategy":
-        """The strategy with the sources of a batch and the drafter's parameters, if it has a `drafter`; traced."""
+        """Returns the strategy with a batch's sources and its drafter's parameters, if it has a drafter; traced."""
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """i32 [B], the decoder calls that each example would take if it were decoded alone; in NumPy."""
+        """Returns i32 [B], the decoder calls that each example would take if it were decoded alone; in NumPy."""
 
 
 def ends_of(strategy: Any) -> tuple[int, ...]:
-    """The tokens that end a row of a strategy: `eos`, then `other_ends` if the strategy has this attribute."""
+    """Returns the tokens that end a row of a strategy: `eos`, then `other_ends` if the strategy has this attribute."""
     return strategy.eos, *getattr(strategy, "other_ends", ())
 
 
 def group_of(strategy: Any) -> Callable[[Numbers], Numbers] | None:
-    """The function from rows to their groups, see `grid.shares_group`; None: all rows are in group 0."""
+    """Returns the function from rows to their groups, see `grid.shares_group`; None: all rows are in group 0."""
     found: Callable[[Numbers], Numbers] | None = getattr(strategy, "group", None)
     return found
 
 
 def wants(drafter: Any, what: str) -> bool:
-    """Whether a drafter wants `what`, an element of `drafters.WANTS`; False without a drafter."""
+    """Returns whether a drafter wants `what`, an element of `drafters.WANTS`; False without a drafter."""
     return what in getattr(drafter, "wants", ())
 
 
 def is_end(tokens: Array, ends: tuple[int, ...]) -> Array:
-    """bool, of the shape of `tokens`: whether each token is one of the `ends`."""
+    """Returns bool, of the shape of `tokens`: whether each token is one of the `ends`."""
     found: Array = functools.reduce(operator.or_, (tokens == end for end in ends))
     return found
 
@@ -206,7 +205,7 @@ class Plain:
         return 0, 0
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
-        """The paper's position, row + time."""
+        """Returns the paper's position, row + time."""
         return grid.position(row, time)
 
     def tuned_for(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
@@ -218,11 +217,11 @@ class Plain:
         return self
 
     def kept(self, state: Tree) -> Array | None:
-        """None: later queries may see all queries."""
+        """Returns None: later queries may see all queries."""
         return None
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """i32 [B], one call for each step."""
+        """Returns i32 [B], one call for each step."""
         return np.asarray(decoded.steps)
 
 
@@ -230,7 +229,7 @@ class Refillable(Strategy, Protocol):
     """A strategy for running batches: all arrays of its state have a first axis of B, so examples can be replaced."""
 
     def stop(self, state: Tree, which: Array) -> Tree:
-        """The state with the examples `which`, bool [B], marked as done."""
+        """Returns the state with the examples `which`, bool [B], marked as done."""
 
     def reread(self, state: Tree, source: SourceIds | None) -> Tree:
-        """The state for the same sources padded to another length; called only if the strategy `reads_source`."""
+        """Returns the state for the same sources padded to another length. Only for strategies with `reads_source`."""

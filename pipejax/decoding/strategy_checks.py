@@ -206,5 +206,5 @@ def dry_run(strategy: Strategy, *, ordered: str, grows: str) -> None:
 
 
 def _kind(x: Any) -> str:
-    """The dtype and shape of an array for messages, such as "int32[2, 3]"; the text form of other values."""
+    """Returns the dtype and shape of an array for messages, such as "int32[2, 3]"; the text form of other values."""
     return f"{jnp.result_type(x)}{[*x.shape]}" if hasattr(x, "shape") else repr(x)

@@ -11,7 +11,7 @@ NEVER = 2**30  # later than any time
 
 
 def over_earlier_rows(scan: Callable[..., Array], x: Array, first: int) -> Array:
-    """[B, R], the minimum or maximum of `x` over all earlier rows.
+    """Returns [B, R], the minimum or maximum of `x` over all earlier rows.
 
     Args:
       scan: `jax.lax.cummin` or `jax.lax.cummax`.
@@ -22,7 +22,7 @@ def over_earlier_rows(scan: Callable[..., Array], x: Array, first: int) -> Array
 
 
 def count_before(x: Array, *, axis: int) -> Array:
-    """i32, number of entries before the first True along an axis; all of them if there is none."""
+    """Returns i32, number of entries before the first True along an axis; all of them if there is none."""
     number = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
     found: Array = jnp.where(x, number, x.shape[axis]).min(axis=axis)
     return found

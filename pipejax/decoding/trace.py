@@ -1,4 +1,4 @@
-"""A record of the drafts of each call and their acceptance, for inspection. Kept only if `Drafts.trace`.
+"""A record of the drafts of each call and their acceptance, for inspection. It exists only if `Drafts.trace` is set.
 
 Shapes: B batch, C most calls, R rows of the grid, D most drafted tokens of a row in a call.
 """
@@ -20,20 +20,21 @@ class Trace:
     drafted: Array  # i32 [B, C, R, D], tokens; undefined beyond `count`
     count: Array  # i32 [B, C, R], number of drafted tokens that were fed; -1 if the row had no query
     accepted: Array  # i32 [B, C, R], number of accepted tokens
-    written: Array  # i32 [B, C, R], number of tokens appended to the row: the accepted ones and one of the model
+    written: Array  # i32 [B, C, R], number of tokens appended to the row, as in `Asked`
 
 
 class Asked(NamedTuple):
-    """A row in a call."""
+    """A row that had queries in a call."""
 
     row: int
-    written: int  # number of appended tokens: the accepted ones, and one of the model unless the row ended before
+    # The number of appended tokens: the accepted ones and one of the model, unless an accepted token ended the row.
+    written: int
     accepted: int  # number of accepted tokens, the first of `drafted`; 0 for a row that could not begin yet
     drafted: list[int]
 
 
 def empty(batch: int, calls: int, rows: int, drafts: int) -> Trace:
-    """A trace of `calls` calls without queries."""
+    """Returns a trace of `calls` calls without queries."""
     none = jnp.zeros((batch, calls, rows), jnp.int32)
     return Trace(jnp.zeros((batch, calls, rows, drafts), jnp.int32), none - 1, none, none)
 
