@@ -57,7 +57,7 @@ def _attend(queries: Array, keys: Array, values: Array, bias: Array, lines: Line
 
 
 def _left(weights: Array, lines: Lines | None, rate: float) -> Array:
-    """The weights after dropout, without rescaling: `sums` contains the probability that a weight is kept."""
+    """Returns the weights after dropout, without rescaling: `sums` contains the probability that a weight is kept."""
     return weights if lines is None else dropout.zero_dropped(weights, lines, rate)
 
 
@@ -65,14 +65,14 @@ Kept = tuple[Array, Array, Array, Array, Lines | None, Array, Array, Array]  # t
 
 
 def _share_left(lines: Lines | None, rate: float) -> float:
-    """The probability that a weight is kept."""
+    """Returns the probability that a weight is kept."""
     return 1.0 if lines is None else dropout.share_kept(rate)
 
 
 def _forward(
     queries: Array, keys: Array, values: Array, bias: Array, lines: Lines | None, rate: float
 ) -> tuple[Array, Kept]:
-    """The outputs [B, H, Q, K], and the residuals for `_backward`.
+    """Returns the outputs [B, H, Q, K], and the residuals for `_backward`.
 
     `weights` are the powers e^(score - maximum) [B, H, Q, C]; `sums`, f32 [B, H, Q, 1], are their row sums times the
     probability that a weight is kept.
@@ -87,7 +87,7 @@ def _forward(
 
 
 def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Array | None, ...]:
-    """The gradients of queries, keys, values and bias, from the `gradient` of the outputs, [B, H, Q, K].
+    """Returns the gradients of queries, keys, values and bias, from the `gradient` of the outputs, [B, H, Q, K].
 
     For the softmax p of a row and the gradient g of its weights, the gradient of the scores is p (g - sum(p g)). The
     sum over keys equals the sum over channels of the row's output times the output's gradient (`rows`).

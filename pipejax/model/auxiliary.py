@@ -30,7 +30,7 @@ class Auxiliary:
     sharding: ClassVar[tuple[tuple[str, Axes], ...]] = ((".*", ()),)
 
     def init_params(self, rng: Any, backbone: Backbone) -> Tree:
-        """New float32 parameters, a nested dict.
+        """Returns newly initialised float32 parameters, a nested dict.
 
         Args:
           rng: a key of `jax.random`.
@@ -39,7 +39,7 @@ class Auxiliary:
         raise NotImplementedError(f"{type(self).__name__}.init_params")
 
     def loss(self, params: Tree, outputs: Outputs) -> tuple[Any, Any]:
-        """The summed loss f32 of a batch, and its divisor f32, such as a number of tokens."""
+        """Returns the summed loss f32 of a batch, and its divisor f32, such as a number of tokens."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
 
@@ -49,5 +49,5 @@ def split(params: Tree) -> tuple[Tree, Tree]:
 
 
 def join(params: Tree, auxiliary: Tree) -> Tree:
-    """The parameters of a backbone together with auxiliary parameters, if these are not None."""
+    """Returns the parameters of a backbone together with auxiliary parameters, if these are not None."""
     return params if auxiliary is None else {**params, ITEM: auxiliary}

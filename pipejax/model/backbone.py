@@ -80,7 +80,7 @@ class Backbone:
         return [*self.end_token_ids] if self.other_eos_token_ids else self.eos_token_id
 
     def module(self, **options: Any) -> Module:
-        """The Flax module, with the fields and methods of `pipejax.model.t5.T5`.
+        """Returns the Flax module, with the fields and methods of `pipejax.model.t5.T5`.
 
         Args:
           options: values of the fields of `T5` beside `config`: `dtype`, `dropout`, `remat`, `pin`, `shards`, and
@@ -89,22 +89,23 @@ class Backbone:
         raise NotImplementedError(f"{type(self).__name__}.module")
 
     def tensors(self) -> dict[str, tuple[str, str]]:
-        """A map from the path of each parameter to its name in Hugging Face's files and its axes, letters of `sizes`.
+        """Returns a map from the path of each parameter to its name in Hugging Face's files and its axes.
 
-        The axes describe the parameter here: a kernel is [in, out], and its transpose in the files.
+        The axes are letters of `sizes`. They describe the parameter here: a kernel is [in, out], and its transpose in
+        the files.
         """
         raise NotImplementedError(f"{type(self).__name__}.tensors")
 
     def module_name(self, name: str) -> str:
-        """The name in transformers' module, which PEFT adapters use, of the tensor called `name` in weight files."""
+        """Returns the name that transformers' module and PEFT adapters use for the tensor `name` of weight files."""
         return name
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        """A map from the letter of each axis to its config key, for messages, and its size."""
+        """Returns a map from the letter of each axis to its config key, for messages, and its size."""
         raise NotImplementedError(f"{type(self).__name__}.sizes")
 
     def head_width(self) -> int:
-        """The head width of attention if the module supports the field `blocks` of `T5`, otherwise 0.
+        """Returns the head width of attention if the module supports the field `blocks` of `T5`, otherwise 0.
 
         With `blocks`, the module is called with `Slots` instead of masks, and its attention must be
         `block_attention.attend_in_blocks`.
@@ -112,7 +113,7 @@ class Backbone:
         return 0
 
     def training_flops(self, lengths: "np.ndarray") -> float:
-        """The floating-point operations of a training step; 0: unknown, so that reports omit them.
+        """Returns the floating-point operations of a training step; 0: unknown, so that reports omit them.
 
         Args:
           lengths: [B, 2], the source tokens and target slots of each example.
@@ -120,7 +121,11 @@ class Backbone:
         return 0.0
 
     def like_t5(self) -> "Backbone":
-        """A T5 with activations of about the same size, for memory estimates. Raises a UserError if there is none."""
+        """Returns a T5 with activations of about the same size, for memory estimates.
+
+        Raises:
+          UserError: there is no such T5.
+        """
         raise UserError("model", found=type(self).__name__, expected="a T5, since the estimate is for a T5")
 
     def check(self, where: str) -> None:
@@ -141,11 +146,15 @@ class Backbone:
         )
 
     def facts(self) -> dict[str, object]:
-        """The content of a config.json for the backbone. Raises a UserError if the backbone cannot write one."""
+        """Returns the content of a config.json for the backbone.
+
+        Raises:
+          UserError: the backbone cannot write one.
+        """
         raise UserError("model", found=type(self).__name__, expected="a backbone that can write a config.json")
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
-        """The backbone with those fields corrected that the tensors of a file determine better than config.json.
+        """Returns the backbone with corrections of fields that a file's tensors determine better than config.json.
 
         The method may remove tensors that the backbone does not use.
 
@@ -156,18 +165,22 @@ class Backbone:
         return self
 
     def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:
-        """The backbone without parameters that are copies of others. Removes the copies from `params`, a map by path.
+        """Returns the backbone without parameters that are copies of other parameters.
 
-        For example, a head that equals the embedding table is removed, and the result has a tied head.
+        The copies are removed from `params`, a map by path. For example, a head that equals the embedding table is
+        removed, and the result has a tied head.
         """
         return self
 
     def written(self, params: "MutableMapping[str, np.ndarray]") -> Self:
-        """An equivalent backbone that config.json can describe. May add copies of parameters to `params`, by path."""
+        """Returns an equivalent backbone that config.json can describe.
+
+        The method may add copies of parameters to `params`, a map by path.
+        """
         return self
 
     def earlier_doubts(self) -> str:
-        """A description of the settings that an earlier version's conversion may have read wrongly; "": none.
+        """Returns a description of the settings that an earlier version's conversion may have read wrongly; "": none.
 
         Called for checkpoints without `conversion` in their metadata (`pipejax.checkpoint.run.CONVERSION`).
         """
@@ -183,12 +196,12 @@ class Backbone:
         """
 
     def init_params(self, rng: "Array") -> Tree:
-        """Newly initialised float32 parameters. The function can be traced by `jax.jit`."""
+        """Returns newly initialised float32 parameters. The method can be traced by `jax.jit`."""
         return self.module().init(rng, *smallest_batch())["params"]
 
 
 def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | None" = None) -> "Blocks | None":
-    """The `Blocks` with which a model attends in blocks on a device, or None if this is not possible.
+    """Returns the `Blocks` with which a model attends in blocks on a device, or None if this is not possible.
 
     If the device is a GPU, the reason for None is logged as a warning.
 
@@ -225,7 +238,7 @@ def _warn(line: str) -> None:
 
 
 def smallest_batch() -> "tuple[Array, ...]":
-    """The arguments of a teacher-forced call of a module with one source token and one target slot."""
+    """Returns the arguments of a teacher-forced call of a module with one source token and one target slot."""
     import jax.numpy as jnp
 
     token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)

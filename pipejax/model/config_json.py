@@ -33,12 +33,12 @@ Keys = dict[str, Key]
 
 
 def id_key(default: int | None) -> Key:
-    """The key of a token id, which may be null or a list of ids, and is checked where it is used."""
+    """Returns the key of a token id, which may be null or a list of ids, and is checked where it is used."""
     return Key(None, default, null=None)
 
 
 def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> JsonObject:
-    """The value of every key in the table, and of no other key.
+    """Returns the value of every key in the table, and of no other key.
 
     Args:
       facts: an object of config.json.
@@ -66,5 +66,5 @@ def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> JsonO
 
 
 def _is_of(value: object, kind: type) -> bool:
-    """Whether a JSON value has the type `kind`; an int is accepted as a float, and a bool is not accepted as an int."""
+    """Returns whether a JSON value has the type `kind`. An int is accepted as a float; a bool only as a bool."""
     return isinstance(value, (int, float) if kind is float else kind) and (kind is bool or type(value) is not bool)

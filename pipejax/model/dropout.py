@@ -60,13 +60,13 @@ _numbering: ContextVar[Numbering | None] = ContextVar("numbering", default=None)
 
 
 def place(number: Array, at: Array) -> Array:
-    """u32, the key of a token: a mix of the number of its example in the batch and its index in the example."""
+    """Returns u32, the key of a token: a mix of the number of its example in the batch and its index in the example."""
     return number.astype(jnp.uint32) * jnp.uint32(GOLDEN) + at.astype(jnp.uint32)
 
 
 @contextlib.contextmanager
 def numbered(numbers: Array, length: int, example: Array) -> Iterator[None]:
-    """A context in which models are traced with lines numbered by example.
+    """Returns a context manager in which models are traced with lines numbered by example.
 
     Args:
       numbers: i32 [B], the number of each source's example in the whole batch.
@@ -92,17 +92,17 @@ def numbered(numbers: Array, length: int, example: Array) -> Iterator[None]:
 
 
 def make_seed(key: Array) -> Array:
-    """u32 [2], a seed drawn from a key of `jax.random`."""
+    """Returns u32 [2], a seed drawn from a key of `jax.random`."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def seed_of(module: Any) -> Array:
-    """u32 [2], the seed of the site `module`, drawn from its rng `STREAM`, or from "dropout" if it has none."""
+    """Returns u32 [2], the seed of the site `module`, drawn from its rng `STREAM`, or from "dropout" if it has none."""
     return make_seed(module.make_rng(STREAM if module.has_rng(STREAM) else "dropout"))
 
 
 def lines(seed: Array, shape: tuple[int, ...], *, over_sources: bool = False) -> Lines:
-    """The lines of an array whose first axes are batch and tokens.
+    """Returns the lines of an array whose first axes are batch and tokens.
 
     Args:
       seed: u32 [2].
@@ -125,12 +125,12 @@ def lines(seed: Array, shape: tuple[int, ...], *, over_sources: bool = False) ->
 
 
 def for_head(hashes: Array, head: Array) -> Array:
-    """u32, the hashes of lines for single heads, from the hashes of queries and the numbers of the heads."""
+    """Returns u32, the hashes of lines for single heads, from the hashes of queries and the numbers of the heads."""
     return mix(hashes + (head.astype(jnp.uint32) + 1) * jnp.uint32(GOLDEN))
 
 
 def of_heads(lines: Lines, heads: int) -> Lines:
-    """The lines [B, H, Q] of the weights of H heads, from the lines [B, Q] of their queries."""
+    """Returns the lines [B, H, Q] of the weights of H heads, from the lines [B, Q] of their queries."""
     hashes = for_head(lines.hashes[:, None], jnp.arange(heads)[:, None])
     if lines.first is None:
         return Lines(hashes)
@@ -141,17 +141,17 @@ def of_heads(lines: Lines, heads: int) -> Lines:
 
 
 def threshold(rate: float) -> int:
-    """The number of 16-bit values that drop an element: at least 1 and less than 2**16, for a rate above 0."""
+    """Returns the number of 16-bit values that drop an element: at least 1 and less than 2**16, for a rate above 0."""
     return min(max(round(rate * 2**16), 1), 2**16 - 1) if rate else 0
 
 
 def share_kept(rate: float) -> float:
-    """The probability that an element is kept."""
+    """Returns the probability that an element is kept."""
     return 1 - threshold(rate) / 2**16
 
 
 def keeps(hashes: Array, columns: Array | np.ndarray, rate: float) -> Array:
-    """bool, False for dropped elements. The hashes of lines and the column numbers, both u32, are broadcast."""
+    """Returns bool, False for dropped elements. The hashes of lines and the column numbers, both u32, are broadcast."""
     one = np.uint32(1)
     pair = ((columns >> one * 4) * (one * 8) + (columns & one * 7)) * (one * GOLDEN)
     # The product moves the column's half to the top. A shift would be slower, since CPUs shift all elements of a vector
@@ -161,7 +161,7 @@ def keeps(hashes: Array, columns: Array | np.ndarray, rate: float) -> Array:
 
 
 def mask_of(lines: Lines, columns: int, rate: float) -> Array:
-    """bool [..., C], the mask of C = `columns` columns of each line: False with probability `rate`."""
+    """Returns bool [..., C], the mask of C = `columns` columns of each line: False with probability `rate`."""
     # A constant, so that the compiler finds the columns that share a hash.
     column: Array | np.ndarray = np.arange(columns, dtype=np.uint32)
     if lines.first is not None:
@@ -170,12 +170,12 @@ def mask_of(lines: Lines, columns: int, rate: float) -> Array:
 
 
 def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
-    """bool, the mask of an array of the given shape: False with probability `rate`."""
+    """Returns bool, the mask of an array of the given shape: False with probability `rate`."""
     return mask_of(lines(seed, shape[:-1]), shape[-1], rate)
 
 
 def zero_dropped(x: Array, lines: Lines, rate: float) -> Array:
-    """x with zeros in place of dropped elements, without rescaling."""
+    """Returns x with zeros in place of dropped elements, without rescaling."""
     # `jax.lax.scan` would expand a constant zero to an array of the size of x before its loop, and every layer would
     # read this array. So the zero is computed from `hashes`, one for each line: a single one would have to be sent to
     # all devices.
@@ -184,7 +184,7 @@ def zero_dropped(x: Array, lines: Lines, rate: float) -> Array:
 
 
 def drop(x: Array, seed: Array, rate: float) -> Array:
-    """Dropout of x: elements are 0 with probability `rate`, and the others are divided by `share_kept(rate)`."""
+    """Returns x after dropout: each element is 0 with probability `rate`, or else divided by `share_kept(rate)`."""
     return _drop(x, Lines(lines(seed, x.shape[:-1]).hashes), rate)
 
 

@@ -50,7 +50,7 @@ def _forward(
 def _backward(
     dtype: DTypeLike, shards: int, kept: tuple[Array, Tokens], gradients: tuple[Array, ...]
 ) -> tuple[Array, tuple[np.ndarray, ...]]:
-    """The gradient of the table: the sum over all arrays of token ids. Token arrays have no gradient (float0)."""
+    """Returns the gradient of the table, summed over all arrays of tokens, and no gradients (float0) of the tokens."""
     table, tokens = kept
     found = jax.lax.platform_dependent(
         jnp.concatenate([each.reshape(shards, -1) for each in tokens], axis=1),
@@ -62,13 +62,13 @@ def _backward(
 
 
 def _scatter(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
-    """f32 [V, D], the sums of the gradients of equal tokens, as a scatter; arguments as of `sum_by_token`."""
+    """Returns f32 [V, D], the sums of the gradients of equal tokens, as a scatter; arguments as of `sum_by_token`."""
     zero = jnp.zeros((vocabulary, gradient.shape[-1]), jnp.float32)
     return zero.at[tokens].add(gradient.astype(jnp.float32))
 
 
 def sum_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
-    """f32 [V, D], the sums of the gradients [S, N, D] of equal tokens i32 [S, N]; rows of absent tokens are 0.
+    """Returns f32 [V, D], the sums of the gradients [S, N, D] of equal tokens i32 [S, N]; rows of absent tokens are 0.
 
     The tokens of each shard are sorted, so that equal ones are adjacent, and divided into blocks of K. The product of a
     block's equality matrix [K, K] with its gradients gives each place the sum of its token over the block (`within`).

@@ -34,7 +34,7 @@ def _drawn(key: Array, shape: tuple[int, ...], dtype: DTypeLike, scale: float) -
 
 
 def normal(scale: float) -> nn.initializers.Initializer:
-    """An initializer that draws from a normal distribution with standard deviation `scale`.
+    """Returns an initializer that draws from a normal distribution with standard deviation `scale`.
 
     It compiles one program for each shape and scale: see `pipejax.model.parameters.initial`.
     """
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """The normalised and scaled x, of the same shape, in `dtype`."""
+        """Returns the normalised and scaled x, of the same shape, in `dtype`."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
@@ -125,7 +125,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
-        """x after dropout; x itself if `deterministic` is True or the rate is 0."""
+        """Returns x after dropout; x itself if `deterministic` is True or the rate is 0."""
         return x if deterministic or not self.rate else drop(x, seed_of(self), self.rate)
 
 
@@ -149,7 +149,7 @@ class Head(nn.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def logits_of(hidden: Array, rows: Array, dtype: DTypeLike) -> Array:
-    """Logits f32 [..., V] from hidden states [..., D] and rows [V, D], multiplied in `dtype` and summed in float32.
+    """Returns logits f32 [..., V] of hidden states [..., D] and rows [V, D], multiplied in `dtype`, summed in float32.
 
     Both products of the gradient are computed in the same way: the float32 gradient of the logits is rounded to `dtype`
     first, since float32 products would be slow.
@@ -162,7 +162,7 @@ def _forward(hidden: Array, rows: Array, dtype: DTypeLike) -> tuple[Array, tuple
 
 
 def _backward(dtype: DTypeLike, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """The gradients of `hidden` and of `rows`, with the `gradient` f32 [..., V] rounded to `dtype`."""
+    """Returns the gradients of `hidden` and of `rows`, with the `gradient` f32 [..., V] rounded to `dtype`."""
     hidden, rows = kept
     gradient, product = gradient.astype(dtype), partial(jnp.einsum, preferred_element_type=jnp.float32)
     of_hidden = product("...v,vd->...d", gradient, rows.astype(dtype))
@@ -174,7 +174,7 @@ logits_of.defvjp(_forward, _backward)
 
 
 def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
-    """T5's relative position buckets of non-negative distances (Raffel et al. 2020, section 2.1).
+    """Returns T5's relative position buckets of non-negative distances (Raffel et al. 2020, section 2.1).
 
     Each distance below count / 2 has its own bucket. Longer distances share buckets of logarithmically growing width,
     and all distances from `longest` on share the last one.
@@ -208,9 +208,9 @@ class RelativeBias(nn.Module):
         )
 
     def _buckets(self) -> np.ndarray:
-        """i32, the buckets of the distances 0, 1, ... up to the longest.
+        """Returns i32, the buckets of the distances 0, 1, ... up to the longest.
 
-        If bidirectional, the buckets of the offsets key - query, from the most negative one on.
+        For a bidirectional bias, they are the buckets of the offsets key - query, from the most negative one on.
         """
         count, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
         distances = np.arange(longest + 1)
@@ -221,14 +221,14 @@ class RelativeBias(nn.Module):
         return np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])
 
     def distances(self) -> Distances:
-        """The bias as a function of the difference of two positions, query - key, for attention in blocks."""
+        """Returns the bias as a function of the difference of two positions, query - key, for attention in blocks."""
         buckets = self._buckets()
         # The bucket of keys with a later position does not matter in a decoder, as no query sees them.
         both = buckets[::-1] if self.bidirectional else np.concatenate([np.zeros(len(buckets) - 1, np.int32), buckets])
         return Distances(self.embedding.astype(jnp.float32), jnp.asarray(both))
 
     def within(self, length: int) -> Array:
-        """f32 [1, H, L, L], the bidirectional bias between the tokens of a sequence of `length` tokens."""
+        """Returns f32 [1, H, L, L], the bidirectional bias between the tokens of a sequence of `length` tokens."""
         longest = self.config.relative_attention_max_distance
         offsets = np.clip(np.arange(1 - length, length), -longest, longest)
         bucket = jnp.asarray(self._buckets()[offsets + longest])
@@ -236,7 +236,7 @@ class RelativeBias(nn.Module):
         return along_diagonals(values, length)[None].astype(jnp.float32)
 
     def __call__(self, query: Array, key: Array) -> Array:
-        """The bias f32 [1|B, H, Q, C] between positions of queries i32 [1|B, Q] and of keys i32 [1|B, C]."""
+        """Returns the bias f32 [1|B, H, Q, C] between positions of queries i32 [1|B, Q] and of keys i32 [1|B, C]."""
         longest = self.config.relative_attention_max_distance
         back = query[:, :, None] - key[:, None]
         # The bucket of keys with a later position does not matter in a decoder, as no query sees them.
@@ -269,14 +269,14 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:2], -1, self.config.d_kv).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
-        """Keys and values [B, H, L, K] of states [B, L, D] that are already normalised."""
+        """Returns the keys and values [B, H, L, K] of states [B, L, D] that are already normalised."""
         return self.heads(self.key(x)), self.heads(self.value(x))
 
     def together(self, x: Array, *names: str) -> tuple[Array | None, ...]:
-        """The heads of several projections of x [B, L, D], from one product: [B, n H, L, K], and n - 1 times None.
+        """Returns the heads of n projections of x [B, L, D] in one array [B, n H, L, K], followed by n - 1 times None.
 
-        Attention in blocks reads this form. If a layer has other parameters than its kernel, such as low-rank factors,
-        the results are the heads [B, H, L, K] of each projection.
+        One product computes them, in the form that attention in blocks reads. If a layer has other parameters than its
+        kernel, such as low-rank factors, the results are the heads [B, H, L, K] of each projection.
 
         Args:
           x: the states.
@@ -298,7 +298,7 @@ class Attention(nn.Module):
         bias: Array | Seen,
         deterministic: bool,
     ) -> Array:
-        """The residual x plus the output of attention, [B, Q, D].
+        """Returns the residual x plus the output of attention, [B, Q, D].
 
         Args:
           x: [B, Q, D], the input of the layer.
@@ -332,7 +332,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
-        """The residual x plus the output of the network, [B, L, D]."""
+        """Returns the residual x plus the output of the network, [B, L, D]."""
         c = self.config
         dense = partial(Linear, dtype=self.dtype)
         inwards = partial(dense, c.d_ff, kernel_init=normal(c.d_model**-0.5))

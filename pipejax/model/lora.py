@@ -25,12 +25,12 @@ ADAPTED = re.compile(r"(encoder|decoder)/.*/kernel")  # kernels of attention and
 
 
 def is_factor(path: str) -> bool:
-    """Whether the parameter with this path is a low-rank factor."""
+    """Returns whether the parameter with this path is a low-rank factor."""
     return path.endswith((f"/{A}", f"/{B}"))
 
 
 def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], bool] = lambda path: True) -> Tree:
-    """The parameters with newly initialised factors beside each adapted kernel.
+    """Returns the parameters with newly initialised factors beside each adapted kernel.
 
     Args:
       params: the parameters of a model.
@@ -52,7 +52,7 @@ def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], boo
 
 
 def merge_factors(params: Tree) -> Tree:
-    """The parameters with W + A B in place of W, A and B. Factors of several adapters are not merged.
+    """Returns the parameters with W + A B in place of W, A and B. Factors of several adapters are not merged.
 
     The products have the highest precision, so that the result is the same on every device.
     """
@@ -68,7 +68,7 @@ def merge_factors(params: Tree) -> Tree:
 
 
 def stack(params: Tree, adapters: Sequence[Mapping[str, jax.Array]]) -> Tree:
-    """The parameters with the concatenated factors of several adapters beside their kernels.
+    """Returns the parameters with the concatenated factors of several adapters beside their kernels.
 
     Args:
       params: the parameters of the base.
@@ -86,7 +86,7 @@ def stack(params: Tree, adapters: Sequence[Mapping[str, jax.Array]]) -> Tree:
 
 
 def is_stacked(params: Tree) -> bool:
-    """Whether the parameters contain factors of several adapters."""
+    """Returns whether the parameters contain factors of several adapters."""
     return any(path.endswith(f"/{OF}") for path in flatten_dict(params, sep="/"))
 
 

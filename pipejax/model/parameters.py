@@ -76,10 +76,10 @@ def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) 
 
 
 def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
-    """Newly initialised parameters, sharded over a mesh, with the same values as from `jax.jit(backbone.init_params)`.
+    """Returns newly initialised parameters, sharded over a mesh.
 
-    They are drawn one after the other, by one program for each shape and scale, because XLA takes about a minute to
-    compile a single program for all of them.
+    Their values are the same as from `jax.jit(backbone.init_params)`. They are drawn one after the other, by one
+    program for each shape and scale, because XLA takes about a minute to compile a single program for all of them.
     """
     whole, shapes = jax.make_jaxpr(backbone.init_params, return_shape=True)(key)
     places, structure = jax.tree.flatten(param_shardings(backbone, shapes, mesh))
@@ -115,7 +115,7 @@ def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, .
 
 
 def paths_read(function: Callable[[Tree], object], params: Tree) -> set[str]:
-    """The paths of those parameters that a function uses in a computation."""
+    """Returns the paths of those parameters that a function uses in a computation."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
 
     def run(arrays: Sequence[jax.Array]) -> object:

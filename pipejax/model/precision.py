@@ -12,16 +12,17 @@ from pipejax.system import Tree
 
 
 def compute_dtype(name: str) -> jnp.dtype:
-    """The dtype with this name; "auto" is float32 if JAX's default backend is a CPU, otherwise bfloat16."""
+    """Returns the dtype with this name; "auto" is float32 if JAX's default backend is a CPU, otherwise bfloat16."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
 
 
 def precision(dtype: DTypeLike) -> contextlib.AbstractContextManager[object]:
-    """A context in which a model is traced: with the dtype float32, matrix products are computed in full float32.
+    """Returns a context in which a model is traced.
 
-    By JAX's default, a GPU rounds the factors of float32 products to TF32, and a TPU to bfloat16.
+    If the dtype is float32, matrix products in the context are computed in full float32. By JAX's default, a GPU rounds
+    the factors of float32 products to TF32, and a TPU to bfloat16.
     """
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 

@@ -46,7 +46,7 @@ def quantize(weights: Array, axis: int) -> tuple[Array, Array]:
 
 
 def scale_path(path: str) -> str | None:
-    """The path of the scale that belongs to a parameter if it is int8; None if it is not a weight matrix."""
+    """Returns the path of the scale that belongs to a parameter if it is int8; None if it is not a weight matrix."""
     module, _, name = path.rpartition("/")
     if name not in _INPUTS or path.endswith(VECTORS):
         return None
@@ -73,9 +73,9 @@ def cast_or_quantize(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
 
 
 def dequantize(params: Tree) -> Tree:
-    """The float32 values of the parameters of a model or of a part of it; int8 matrices are multiplied by their scales.
+    """Returns the float32 values of the parameters of a model or of a part of it.
 
-    The result has no scales.
+    int8 matrices are multiplied by their scales, and the result has no scales.
     """
     flat = flatten_dict(params, sep="/")
     scales = {path: scale for path in flat if (scale := scale_path(path)) in flat}
@@ -85,7 +85,7 @@ def dequantize(params: Tree) -> Tree:
 
 
 def is_int8(params: Tree) -> bool:
-    """Whether all weight matrices among the parameters of a model or of a part of it are int8."""
+    """Returns whether all weight matrices among the parameters of a model or of a part of it are int8."""
     flat = flatten_dict(params, sep="/")
     return all(scale is None or scale in flat for scale in map(scale_path, flat))
 
@@ -103,5 +103,5 @@ def check_scales(where: str, dtypes: Mapping[str, str]) -> None:
 
 
 def _inputs(path: str) -> int:
-    """The axis of the inputs of the matrix with this path."""
+    """Returns the axis of the inputs of the matrix with this path."""
     return _INPUTS[path.rpartition("/")[2]]

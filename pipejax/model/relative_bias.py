@@ -18,7 +18,7 @@ ELEMENTS = 2**24  # the most elements of the one-hot matrix at a time: 64 MiB in
 
 
 def along_diagonals(values: Array, length: int) -> Array:
-    """[H, L, L], the bias between the tokens of a sequence, from its values at each offset.
+    """Returns [H, L, L], the bias between the tokens of a sequence, from its values at each offset.
 
     The matrix is constant along its diagonals. The result is made by reshaping instead of a lookup: the values of all
     offsets are repeated as rows of length 2 L, and reading them as rows of length 2 L - 1 shifts each row by one more
@@ -36,7 +36,7 @@ def along_diagonals(values: Array, length: int) -> Array:
 
 @jax.custom_vjp
 def by_bucket(table: Array, bucket: Array) -> Array:
-    """[G, H, Q, C], the bias of each query and key: the rows of table [K, H] selected by bucket i32 [G, Q, C]."""
+    """Returns the bias [G, H, Q, C]: the rows of `table` [K, H] that `bucket`, i32 [G, Q, C], selects."""
     return jnp.moveaxis(table[bucket], -1, 1)
 
 
@@ -51,12 +51,12 @@ def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, np.nda
 
 
 def _scatter(table: Array, bucket: Array, gradient: Array) -> Array:
-    """The gradient of the table as a scatter, the fastest way on a CPU, which does the additions one by one anyway."""
+    """Returns the gradient of the table, by a scatter: fastest on a CPU, which does the additions one by one anyway."""
     return jnp.zeros_like(table).at[bucket].add(jnp.moveaxis(gradient, 1, -1))
 
 
 def _multiply(table: Array, bucket: Array, gradient: Array) -> Array:
-    """The gradient of the table, [K, H], as products of the one-hot matrix of buckets with the scores' gradient.
+    """Returns the gradient of the table, [K, H], by products of the one-hot matrix of buckets with the gradient.
 
     The queries are divided into equal parts, so that a one-hot matrix has at most about ELEMENTS elements.
     """

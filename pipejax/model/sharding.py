@@ -22,7 +22,7 @@ from pipejax.system.errors import UserError
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A device mesh with the axes "data", "fsdp" and "tensor".
+    """Returns a device mesh with the axes "data", "fsdp" and "tensor".
 
     Args:
       data: the size of the axis "data"; -1: all devices that the other axes leave.
@@ -62,12 +62,12 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """The text form of a tree path, such as "encoder/norm/scale"."""
+    """Returns the text form of a tree path, such as "encoder/norm/scale"."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The PartitionSpec of a parameter, by the first rule of its backbone that matches the path.
+    """Returns the PartitionSpec of a parameter, by the first rule of its backbone that matches the path.
 
     A dimension that is not divisible by the size of its mesh axis is not split. Raises a UserError if no rule matches.
     """
@@ -83,14 +83,14 @@ def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -
 
 
 def param_shardings(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:
-    """A NamedSharding for every parameter of a tree of arrays or shapes."""
+    """Returns a NamedSharding for every parameter of a tree of arrays or shapes."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, x: NamedSharding(mesh, spec_of(backbone, path_of(keys), x.shape, mesh)), params
     )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of arrays that every device holds completely."""
+    """Returns the sharding of arrays that every device holds completely."""
     return NamedSharding(mesh, P())
 
 
@@ -107,12 +107,12 @@ def gather_tables(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of the arrays of a batch: the first axis is split over "data" and "fsdp"."""
+    """Returns the sharding of the arrays of a batch: the first axis is split over "data" and "fsdp"."""
     return NamedSharding(mesh, P(("data", "fsdp")))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """The number of parts into which a batch is split, the size of "data" times the size of "fsdp"."""
+    """Returns the number of parts into which a batch is split, the size of "data" times the size of "fsdp"."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
@@ -122,7 +122,7 @@ def split_batch(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def own_rows(mesh: Mesh, rows: int) -> frozenset[int]:
-    """The indices of those among `rows` rows of a batch that are on devices of this process."""
+    """Returns the indices of those among `rows` rows of a batch that are on devices of this process."""
     places = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
     return frozenset(row for place in places if place for row in range(*place[0].indices(rows)))
 
@@ -147,7 +147,7 @@ def put_tree(tree: Tree, shardings: Tree) -> Tree:
 
 
 def named_device(device: jax.Device) -> contextlib.AbstractContextManager[object]:
-    """A context for tracing and lowering programs in which Pallas knows the type of an absent device."""
+    """Returns a context for tracing and lowering programs in which Pallas knows the type of an absent device."""
     if device in jax.devices():
         return contextlib.nullcontext()
     named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=device.platform)

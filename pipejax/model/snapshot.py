@@ -1,7 +1,7 @@
 """Detects functions of a module that were replaced at run time, by comparing snapshots of the module's code.
 
-Kernels compute the same as certain modules do. They must not be used after code outside pipejax replaced a function of
-these modules.
+Kernels compute the same as certain modules of pipejax. If code outside pipejax replaces a function of such a module,
+the kernels must not be used, because they would not follow the change.
 """
 
 import types
@@ -11,10 +11,11 @@ Snapshot = dict[str, object]
 
 
 def snapshot(space: Mapping[str, object]) -> Snapshot:
-    """A snapshot of the functions, classes and constants of a module. Modules with equal snapshots compute the same.
+    """Returns a snapshot of the functions, classes and constants of a module.
 
-    The snapshot contains the code and the defaults of functions, the wrapped functions of decorated ones, and the
-    methods and attributes of classes that the module defines.
+    If two snapshots of a module are equal, the module computes the same. The snapshot contains the code and the
+    defaults of functions, the wrapped functions of decorated ones, and the methods and attributes of classes that the
+    module defines.
 
     Args:
       space: the namespace of the module.
@@ -33,7 +34,7 @@ def snapshot(space: Mapping[str, object]) -> Snapshot:
 
 
 def _of(value: object) -> object:
-    """The part of a snapshot for one value: plain constants as they are, other objects by identity and code."""
+    """Returns the part of a snapshot for one value: plain constants as they are, other objects by identity and code."""
     inner = getattr(value, "fun", None) or getattr(value, "__wrapped__", None)
     if isinstance(value, types.FunctionType):
         own = value.__code__, value.__defaults__, dict(value.__kwdefaults__ or {})

@@ -77,7 +77,7 @@ def apply_layers(
 
 
 def _alike(leaves: Sequence[Array], *, grouped: bool) -> list[list[int]]:
-    """The indices of leaves in groups of equal shape and dtype; if not `grouped`, in groups of one."""
+    """Returns the indices of leaves in groups of equal shape and dtype; if not `grouped`, in groups of one."""
     groups: dict[object, list[int]] = {}
     for number, leaf in enumerate(leaves):
         groups.setdefault((leaf.shape, leaf.dtype) if grouped else number, []).append(number)
@@ -85,7 +85,7 @@ def _alike(leaves: Sequence[Array], *, grouped: bool) -> list[list[int]]:
 
 
 def _split_rngs(layers: Sequence[Any], keys: Callable[[], Array]) -> dict[str, Array]:
-    """The keys [n, ...] of the n layers, by the name of the rng."""
+    """Returns the keys [n, ...] of the n layers, by the name of the rng."""
     rngs = {"dropout": keys()}
     if layers[0].has_rng(STREAM):
         rngs[STREAM] = layers[0].make_rng(STREAM)
@@ -93,12 +93,12 @@ def _split_rngs(layers: Sequence[Any], keys: Callable[[], Array]) -> dict[str, A
 
 
 def _apart(layer: Any) -> Any:
-    """A copy of a layer without a parent, which can be applied outside the scope of its stack."""
+    """Returns a copy of a layer without a parent, which can be applied outside the scope of its stack."""
     return layer.clone(parent=None, name=None)
 
 
 def _first(found: Array | tuple[Array, object]) -> Array:
-    """The output of a layer: the value itself, or the first one of a tuple."""
+    """Returns the output of a layer: the value itself, or the first one of a tuple."""
     return found[0] if isinstance(found, tuple) else found
 
 

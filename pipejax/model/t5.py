@@ -57,7 +57,7 @@ class LayerCache:
     start: Array  # i32 [B|1], the slot of the first query of each example
 
     def written(self, keys: Array, values: Array) -> "LayerCache":
-        """The cache with the queries' keys and values, [B, H, Q, K], written to the slots from `start` on."""
+        """Returns the cache with the queries' keys and values, [B, H, Q, K], written to the slots from `start` on."""
 
         def write(old: Array, new: Array) -> Array:
             if len(self.start) == 1:
@@ -68,7 +68,7 @@ class LayerCache:
 
 
 def unpinned(x: Array) -> Array:
-    """The default of `T5.pin`: no sharding constraint, so XLA chooses the sharding of activations."""
+    """Returns x itself. As the default of `T5.pin`, it lets XLA choose the sharding of activations."""
     return x
 
 
@@ -160,7 +160,7 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(x, deterministic), cache
 
     def memorize(self, encoded: Array) -> tuple[Array, Array]:
-        """The keys and values [B, H, L, K] of cross-attention for an encoded source [B, L, D]."""
+        """Returns the keys and values [B, H, L, K] of cross-attention for an encoded source [B, L, D]."""
         return self.cross_attention.keys_values(encoded)
 
 
@@ -189,11 +189,11 @@ class Stack(nn.Module):
         self.relative_bias = RelativeBias(self.config, bidirectional=self.bidirectional)
 
     def distances(self) -> Distances | None:
-        """The bias as a function of distance, for attention in blocks; None: there is no bias common to all layers."""
+        """Returns the bias as a function of distance, for attention in blocks; None if the layers share no bias."""
         return self.relative_bias.distances()
 
     def seen(self, queries: Slots, keys: Slots, distances: Distances | None = None) -> Seen:
-        """The argument that replaces the bias of attention in blocks."""
+        """Returns the argument that replaces the bias of attention in blocks."""
         assert self.blocks is not None
         seen = Seen(queries, keys, distances, blocks=self.blocks)
         # Imported here because importing Pallas takes time, and a CPU does not need it.
@@ -218,7 +218,7 @@ class Encoder(Stack):
     bidirectional: ClassVar[bool] = True
 
     def bias(self, batch: int, length: int) -> Array:
-        """The bias f32 [B|1, H, L, L] of self-attention in all layers."""
+        """Returns the bias f32 [B|1, H, L, L] of self-attention in all layers."""
         bias = self.relative_bias.within(length)
         if self.remat != "none":
             return bias
@@ -245,7 +245,7 @@ class Decoder(Stack):
     bidirectional: ClassVar[bool] = False
 
     def bias(self, mask: Array, query: Array, key: Array) -> Any:
-        """The bias f32 [B|1, H, Q, C] of self-attention in all layers.
+        """Returns the bias f32 [B|1, H, Q, C] of self-attention in all layers.
 
         Args:
           mask: bool [B|1, Q, C].
@@ -255,7 +255,10 @@ class Decoder(Stack):
         return jnp.where(mask[:, None], self.relative_bias(query, key), MASKED)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
-        """The keys and values of cross-attention in all layers, for encoded sources [B, L, D] and mask bool [B, L]."""
+        """Returns the keys and values of cross-attention in all layers, for the encoded sources [B, L, D] of a batch.
+
+        `mask`: bool [B, L], True at real tokens.
+        """
         pairs = [layer.memorize(encoded) for layer in self.layers]
         return Memory(keys=tuple(k.swapaxes(2, 3) for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 
@@ -320,7 +323,7 @@ class T5(nn.Module):
             self.lm_head = Head(c.vocab_size, self.dtype)
 
     def embed(self, *tokens: Array) -> tuple[Array, ...]:
-        """The embeddings [..., D], in the compute dtype, of each array of tokens [...]."""
+        """Returns the embeddings [..., D], in the compute dtype, of each array of tokens [...]."""
         embedded = look_up(self.shared.embedding, tokens, self.dtype, self.shards)
         if not self.shared.has_variable("params", "scale"):
             return embedded
@@ -340,7 +343,7 @@ class T5(nn.Module):
         return self.decoder.memorize(encoded, mask)
 
     def logits(self, hidden: Array) -> Array:
-        """The logits f32 [..., V] of hidden states [..., D], the decoder's outputs."""
+        """Returns the logits f32 [..., V] of hidden states [..., D], the decoder's outputs."""
         if self.config.scale_head:
             hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
         if not self.config.tied_head:
@@ -362,7 +365,7 @@ class T5(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Array:
-        """The teacher-forced outputs of the decoder [G, N, D], the argument of `logits` (paper section 3.3).
+        """Returns the teacher-forced outputs of the decoder [G, N, D], the argument of `logits` (paper section 3.3).
 
         Args:
           source: i32 [B, L].
@@ -389,7 +392,7 @@ class T5(nn.Module):
         return self.decoder(inputs, mask, position, encoded, seen, deterministic)
 
     def __call__(self, *args: Array, deterministic: bool = True) -> Array:
-        """The teacher-forced logits f32 [G, N, V]; see `hidden`. Uses every parameter, so `init` can call it."""
+        """Returns the teacher-forced logits f32 [G, N, V]; see `hidden`. The call uses all parameters, for `init`."""
         return self.logits(self.hidden(*args, deterministic=deterministic))
 
     def step(
@@ -422,25 +425,25 @@ class T5(nn.Module):
         return self.decoder.step(embedded, mask, position, key_position, memory, cache, start)
 
     def empty_cache(self, batch: int, slots: int) -> Caches:
-        """Keys and values of zeros, [B, H, C, K], for each layer of the decoder; `batch`: B, `slots`: C."""
+        """Returns keys and values of zeros, [B, H, C, K], for each layer of the decoder; `batch`: B, `slots`: C."""
         c = self.config
         zeros = jnp.zeros((batch, c.num_heads, slots, c.d_kv), self.dtype)
         return ((zeros, zeros),) * c.num_decoder_layers
 
 
 def _flax() -> Snapshot:
-    """A snapshot of the parts of Flax that a T5 uses."""
+    """Returns a snapshot of the parts of Flax that a T5 uses."""
     space = vars(nn.Embed) | {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu}
     return snapshot({name.strip("_"): value for name, value in space.items()})
 
 
 def is_unpatched(model: Module) -> bool:
-    """Whether a module is an unmodified T5: not a subclass, and without functions replaced at run time."""
+    """Returns whether a module is an unmodified T5: not a subclass, and without functions replaced at run time."""
     return type(model) is T5 and is_packed(model)
 
 
 def is_packed(model: Module, *, changed: bool = False) -> bool:
-    """Whether the decoders over packed queries compute the same as a module.
+    """Returns whether the decoders over packed queries compute the same as a module.
 
     The Python module that defines the class declares this by a pair `PACKED`: the class, and the class of its config.
     Subclasses are not packed. A module is not packed either if a function of that Python module or of this package was
@@ -452,7 +455,7 @@ def is_packed(model: Module, *, changed: bool = False) -> bool:
 
 
 def is_unchanged() -> bool:
-    """Whether no function of the T5's modules, or of Flax as far as used, was replaced after its import."""
+    """Returns whether no function of the T5's modules, or of Flax as far as used, was replaced after its import."""
     modules = parts, attention, embedding, relative_bias, stack
     same = all(snapshot(vars(module)) == module.SNAPSHOT for module in modules) and snapshot(globals()) == SNAPSHOT
     return same and _flax() == FLAX

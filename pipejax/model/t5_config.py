@@ -131,7 +131,12 @@ class T5Config(Backbone):
         return table if self.tied_head else table | {"lm_head/kernel": (HEAD, "DV")}
 
     def biases(self, stack: str, depth: int) -> dict[str, tuple[str, str]]:
-        """The entries of `tensors` for the relative bias of a stack with `depth` layers, "encoder" or "decoder"."""
+        """Returns the entries of `tensors` for the relative bias of a stack.
+
+        Args:
+          stack: "encoder" or "decoder".
+          depth: the number of its layers.
+        """
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return {f"{stack}/relative_bias/embedding": (name, "BH")}
 
@@ -188,12 +193,12 @@ class T5Config(Backbone):
 
     @classmethod
     def keys_of(cls, model_type: object) -> Keys:
-        """The table of the keys to read from a config.json with this model_type."""
+        """Returns the table of the keys to read from a config.json with this model_type."""
         return MT5_KEYS if model_type == "mt5" else KEYS
 
     @classmethod
     def scales_head(cls, given: JsonMapping) -> bool:
-        """Whether the inputs of the head are scaled, given the values of config.json. mT5 never scales them.
+        """Returns whether the inputs of the head are scaled, given the values of config.json. mT5 never scales them.
 
         transformers 5 reads the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0, and do
         not scale otherwise, as in v1.1.
@@ -247,7 +252,7 @@ class T5Config(Backbone):
         return model
 
     def with_head(self, *, tied: bool) -> Self:
-        """The config adapted to the weights, which show whether the head is the embedding table."""
+        """Returns the config adapted to the weights, which show whether the head is the embedding table."""
         return dataclasses.replace(self, tied_head=tied)
 
     def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:
@@ -281,7 +286,11 @@ class T5Config(Backbone):
 
 
 def _feed_forward(given: JsonMapping) -> str:
-    """The value of `feed_forward` that the values of config.json describe. Raises a UserError if they conflict."""
+    """Returns the value of `feed_forward` that the values of config.json describe.
+
+    Raises:
+      UserError: the values contradict each other.
+    """
     name: str = given["feed_forward_proj"]
     function = FEED_FORWARDS.get(name, name.split("-")[-1])
     named = {"dense_act_fn": function, "is_gated_act": name.split("-")[0] == "gated"}
@@ -322,7 +331,7 @@ ARCHITECTURES |= {name: dataclasses.replace(size, vocab_size=250_112) for name, 
 
 
 def architecture(name: str) -> Backbone:
-    """The backbone with a published size, such as "base" or "v1_1-large"; Flan-T5 has the sizes of v1.1.
+    """Returns the backbone with a published size, such as "base" or "v1_1-large"; Flan-T5 has the sizes of v1.1.
 
     Raises:
       UserError: there is no size with this name.
