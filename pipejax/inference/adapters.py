@@ -33,12 +33,12 @@ class Adapter(NamedTuple):
 
 
 def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
-    """Reads an adapter; of a run, its newest intact step.
+    """Reads an adapter. If the directory is a run, its newest intact step is read.
 
     Args:
       directory: a run with low-rank factors, or a PEFT adapter.
       base: the opened base model.
-      tokenizer: the base's tokenizer, which must equal the adapter's, if that has one.
+      tokenizer: the tokenizer of the base. If the adapter has a tokenizer, the two must be equal.
 
     Raises:
       UserError: the adapter is not valid, or belongs to another base.
@@ -84,7 +84,7 @@ def _check_tokenizer(place: Path, found: Tokenizer | None, expected: Tokenizer |
 
 
 def _compare(place: Path, found: dict[str, Tree], base: Restored) -> None:
-    """Raises a UserError unless the adapter's base weights equal the base's. Weights of a rounded base are skipped."""
+    """Raises a UserError unless an adapter's base weights equal those of the base. Rounded weights are not compared."""
     for path, array in flatten_dict(base.items["params"], sep="/").items():
         if array.dtype != np.float32:
             parents = base.path.parents[1]

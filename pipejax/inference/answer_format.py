@@ -52,7 +52,7 @@ class AnswerFormat(abc.ABC):
 
     @property
     def prefixes(self) -> RowPrefixes:
-        """Returns what is known of the rows before decoding: their number and beginnings."""
+        """The number of rows and their beginnings, which are known before decoding."""
         return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 
     @functools.cached_property

@@ -73,10 +73,10 @@ def call(function: Compute, *arguments: Tree, **options: object) -> Tree:
 
 
 def _prepare_part(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
-    """Calls the backend's method named `part` with merged parameters. Not a closure, so that jit caches it.
+    """Calls the backend's method named `part` with merged parameters.
 
-    The parameters are converted to float32, except int8 parameters that remain int8, because rounding these again would
-    change nothing.
+    The function is not a closure, so that jit can cache its compilation. The parameters are converted to float32,
+    except int8 parameters that remain int8, because rounding these again would change nothing.
     """
     stay = backend.weights == "int8" and quantization.is_int8(params)
     return getattr(backend, part)(model, lora.merge_factors(params if stay else quantization.dequantize(params)))
@@ -91,7 +91,7 @@ class Backend:
     can_listen: ClassVar[bool] = False  # whether a running program reads the switch of `listen`
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = call) -> Ready:
-        """Merges low-rank factors, rounds the weights, and lays them out. Can be traced.
+        """Merges low-rank factors, rounds the weights, and lays them out. The method can be traced.
 
         Args:
           model: the module.
@@ -271,7 +271,7 @@ class Xla(Backend):
         return held, lay_out_layer(layer, partial(as_matrix, weights=self.weights, dtype=model.dtype))
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
-        """Lays out the parameters outside of layers: first the encoder's, then the decoder's."""
+        """Returns the laid-out parameters outside of layers: those for `encode`, and those of the decoder."""
         held = quantization.cast_or_quantize(
             {key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights
         )

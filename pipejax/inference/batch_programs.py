@@ -183,7 +183,7 @@ class BatchPrograms:
         compiled: CompiledPrograms | None = None,
         options: DecodingOptions = GREEDILY,
     ) -> None:
-        """Compiles nothing.
+        """Creates the programs' functions; compiles nothing.
 
         Args:
           programs: the model, its backend and weights.

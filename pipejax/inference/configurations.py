@@ -206,7 +206,7 @@ def _times(run: Callable[[Configuration], Decoded], *configurations: Configurati
 
 
 def _are_same(found: Decoded, expected: Decoded) -> bool:
-    """Whether two results have the same rows of tokens and the same steps."""
+    """Returns whether two results have the same rows of tokens and the same steps."""
 
     def rows(decoded: Decoded) -> Any:
         real = np.arange(decoded.tokens.shape[-1]) < np.asarray(decoded.lengths)[..., None]

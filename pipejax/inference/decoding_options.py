@@ -116,10 +116,10 @@ def rule_settings(config: Config, method: Method, tokenizer: Tokenizer | None) -
 def end_repetitions(
     strategy: Strategy, config: Config, method: Method, tokenizer: Tokenizer | None
 ) -> tuple[Strategy, str]:
-    """Lets the answers of a method that parts a text into rows end when the rows repeat, for `decode.unique_rows`.
+    """Makes answers end when their rows repeat (`decode.unique_rows`), for a method that divides a text into rows.
 
     Returns:
-      The strategy, and the reason why answers do not end so, or "".
+      The strategy, and the reason why repeated rows do not end an answer, or "".
     """
     if not (config.decode.unique_rows and method.parts_text and "unique" in method.can):
         return strategy, ""

@@ -439,7 +439,7 @@ class Programs:
             carry = self._find(Call(strategy, slots, arguments, shape, configuration), report).carry
 
     def _has_configurations(self, options: DecodingOptions) -> bool:
-        """Whether several configurations of decoding are possible: on a GPU, greedily or with drafts."""
+        """Returns whether several configurations of decoding are possible: on a GPU, greedily or with drafts."""
         return self.devices[0].platform in ITERATION_STEPS and not options.need_logits
 
     def _decode_shape(self, strategy: Strategy, options: DecodingOptions, shape: tuple[int, ...]) -> DecodeShape:

@@ -184,7 +184,7 @@ class RunningBatch:
 
     @property
     def fullest(self) -> int:
-        """Returns the place whose example uses the most slots of the cache."""
+        """The place whose example uses the most slots of the cache."""
         assert self._carry is not None, "no place is in use"
         return int(np.where(self._in_use, np.asarray(self._carry.used), -1).argmax())
 

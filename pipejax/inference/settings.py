@@ -51,7 +51,7 @@ def of_call(
 
 
 def _needs_opening(draft: object, drafter: Drafter | None) -> bool:
-    """Whether a value of `decode.draft` needs parameters that are read only when the checkpoint is opened.
+    """Returns whether a value of `decode.draft` needs parameters that are read only when the checkpoint is opened.
 
     Args:
       draft: the value. The result is False for an invalid value, which `override` reports.

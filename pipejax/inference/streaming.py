@@ -113,7 +113,7 @@ class Repeats:
         self._rows.setdefault(row, []).append(token)
 
     def may_repeat(self, row: int, *, over: bool) -> bool:
-        """Whether the row is a prefix of an earlier row or, if it is `over`, equal to one."""
+        """Returns whether the row is a prefix of an earlier row or, if it is `over`, equal to one."""
         written = self._rows.get(row, [])
         above = (self._rows.get(i, []) for i in range(row))
         return any(other[: None if over else len(written)] == written for other in above)

@@ -113,10 +113,11 @@ class Examiner:
         stopped: Callable[[], bool],
         reach: Callable[[str], None] = lambda count: None,
     ) -> bool:
-        """Computes the dev loss and decodes the dev split; offers the parameters to `best`, by score, then by loss.
+        """Computes the dev loss, decodes and scores the dev split, and offers the parameters to `best`.
 
-        The line in the log is written last. A run that is killed before that evaluates again on resume, so no best step
-        is missed.
+        `best` keeps the parameters with the highest main score; between equal scores, the lower loss decides. The line
+        in the log is written last. A run that is killed before that evaluates again on resume, so no best step is
+        missed.
 
         Args:
           step: the number of updates made.

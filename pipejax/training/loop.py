@@ -212,7 +212,7 @@ class Run:
         self.profile, self.profiled = contextlib.ExitStack(), range(self.step + 2, self.step + 2 + count)
 
     def is_over(self) -> bool:
-        """Whether the run ends here. All processes must call it.
+        """Returns whether the run ends here. All processes must call it.
 
         A run ends after `train.steps`, after a signal, and when `train.patience` is exhausted.
         """
@@ -335,7 +335,7 @@ class Run:
             tracker.close()
 
     def evaluation_is_due(self) -> bool:
-        """Whether the dev split is evaluated after this step: every `train.evaluate_every` steps and after the last."""
+        """Returns whether an evaluation is due: every `train.evaluate_every` steps and after the last step."""
         return self.evaluates and _evaluates_at(self.step, self.config)
 
     def _save_is_due(self) -> bool:

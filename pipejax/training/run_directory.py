@@ -188,7 +188,7 @@ class RunDirectory:
         return [values for _, values in self._log() if values["event"] == event] if self.writes else []
 
     def has(self, event: str, step: int) -> bool:
-        """Whether the log has a line of this event and step. All processes get the answer of the first one."""
+        """Returns whether the log has a line of this event and step. All processes get the answer of the first one."""
         return distributed.same(any(values["step"] == step for values in self.logged(event)))
 
     def finish(self, last: Line) -> None:
@@ -227,7 +227,7 @@ class RunDirectory:
 
 
 def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
-    """Whether every step in `best` can be read and belongs to a run with this config, tokenizer and data.
+    """Returns whether every step in `best` can be read and belongs to a run with this config, tokenizer and data.
 
     Settings that may change on resume are not compared. Steps of older releases carry no fingerprints of the data; a
     missing fingerprint counts as equal.
@@ -282,7 +282,7 @@ def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: P
 
 
 def _same_content(key: str, was: object, now: object, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
-    """Whether two values of a setting in PLACES have the same content, by fingerprints or else by path."""
+    """Returns whether two values of a setting in PLACES have the same content, by fingerprints or else by path."""
     names = SETTINGS[key]["resume"]
     assert isinstance(names, tuple)
     if data.keys() >= {*names} and all(saved.metadata.get(name) == data[name] for name in names):

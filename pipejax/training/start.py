@@ -236,7 +236,7 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
 
 
 def _compare_pieces(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> bool:
-    """Whether every id means the same piece as in the tokenizer of the starting checkpoint.
+    """Returns whether every id means the same piece as in the tokenizer of the starting checkpoint.
 
     Raises:
       UserError: an id means another piece, and `data.new_tokenizer` is not set.

@@ -1,4 +1,4 @@
-"""One training step, compiled and sharded: loss, gradient and update. No files and no loop.
+"""One training step, compiled and sharded: loss, gradient and update. The module reads no files and has no loop.
 
 Shapes: B batch, L source length, G sequences (packed targets), N slots of a sequence, A parts of a batch
 (`train.accumulate`).
@@ -382,7 +382,7 @@ class Trainer:
         return program
 
     def is_ready(self, batch: ArrayShapes) -> bool:
-        """Whether the program for these shapes is already compiled."""
+        """Returns whether the program for these shapes is already compiled."""
         return _key(batch) in self._programs
 
     def prepare(self, pairs: Iterable[Pair]) -> None:

@@ -33,7 +33,7 @@ class Stop:
         self.signal = number
 
     def asked(self) -> bool:
-        """Whether to stop here.
+        """Returns whether the run has to stop here.
 
         All processes must call it at the same points: each step, and each batch of an evaluation.
         """
