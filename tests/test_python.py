@@ -1,6 +1,7 @@
 """The interface from Python: settings of a call, overrides as values, tables in memory, training, and its refusals."""
 
 import dataclasses
+import datetime
 import math
 import signal
 import sys
@@ -352,6 +353,16 @@ def test_float32_numbers_that_a_table_widens_have_their_shortest_decimal_text(
         table.form = None
     expected = [{"price": x, "all": [x, None], "whole": y} for x, y in zip(PRICES, WIDE, strict=True)]
     assert list(rows_in(table, "sources")) == expected
+
+
+@pytest.mark.parametrize("unit", ["s", "us", "ns"])
+def test_numpy_dates_of_every_unit_are_dates_of_python(unit: str) -> None:
+    """pandas reads lists of timestamps as arrays of nanoseconds, which NumPy returns as integers."""
+    first, second = datetime.datetime(1999, 1, 2), datetime.datetime(2001, 3, 4, 5, 6, 7)
+    days = np.asarray([first, second, None], f"datetime64[{unit}]")
+    span = np.timedelta64(3, "s").astype(f"timedelta64[{unit}]")
+    rows = list(rows_in(Pandas([{"days": days, "day": days[1], "none": days[2], "span": span}]), "train"))
+    assert rows == [{"days": [first, second, None], "day": second, "none": None, "span": datetime.timedelta(seconds=3)}]
 
 
 def test_cells_equal_values_of_json() -> None:

@@ -169,12 +169,19 @@ def _shortest(value: object) -> object:
     return [_shortest(x) for x in value] if isinstance(value, list) else value
 
 
+_FINE = re.compile(r"(datetime64|timedelta64)\[\d*(?:ns|ps|fs|as)\]")  # the name of a dtype of NumPy
+
+
 def _plain_cell(value: object) -> object:
     """Converts a cell to its JSON form: None for a missing value, which pandas stores as NaN, and lists for arrays.
 
-    NumPy's float16 and float32 become the numbers with their shortest decimal text, as by `_shortest`.
+    NumPy's float16 and float32 become the numbers with their shortest decimal text, as by `_shortest`. NumPy's dates
+    with a finer unit than microseconds, which NumPy returns as integers, become dates of Python.
     """
-    if str(getattr(value, "dtype", "")) in ("float16", "float32"):
+    kind = str(getattr(value, "dtype", ""))
+    if fine := _FINE.fullmatch(kind):
+        value = value.astype(f"{fine[1]}[us]")  # type: ignore[attr-defined]
+    if kind in ("float16", "float32"):
         value = [*value] if getattr(value, "shape", ()) else float(str(value))  # type: ignore[misc]
     value = value.tolist() if hasattr(value, "tolist") else value
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
