@@ -23,7 +23,7 @@ class Probed:
     """The probe columns of the last call."""
 
     fed: Array  # bool [B, R, P], whether the call fed the column
-    tokens: Array  # i32 [B, R, P], the tokens that the model generated from them, with rules and forced tokens
+    tokens: Array  # i32 [B, R, P], the tokens generated from the columns, with rules and forced tokens
     hidden: Array | None  # [B, R, P, W], the outputs of the decoder; None: the drafter does not want "hidden"
 
 
@@ -45,7 +45,7 @@ class Written:
 
 @flax.struct.dataclass
 class Probes:
-    """Columns that a call feeds beside the tokens of rows. They never count as tokens of the answer.
+    """Columns (probes) that a call feeds beside the tokens of rows. Their tokens never become tokens of the answer.
 
     A probe sees the accepted tokens up to its own row and time, and other probes, but no drafted token. Columns other
     than probes do not see it. Its cache slot is freed after the call, and the generated token is in `Written.probed` of
@@ -113,7 +113,7 @@ class Drafter(Protocol):
         """The prior probability, for each degree of trust, that a drafted token is correct."""
 
     def init(self, source: SourceIds, rows: int) -> Tree:
-        """The state before the first call, for a grid of `rows` rows. `source` has ids [B, L]."""
+        """Returns the state before the first call, for a grid of `rows` rows. `source` has ids [B, L]."""
 
     def propose(self, state: Any, written: Written, most: int) -> tuple[Tree, Draft]:
-        """The new state, and a draft of at most D = `most` tokens for every row; traced."""
+        """Returns the new state, and a draft of at most D = `most` tokens for every row; traced."""

@@ -18,7 +18,7 @@ class Jacobi:
     odds: tuple[float, ...] = (0.6,)
 
     def init(self, source: SourceIds, rows: int) -> None:
-        """None: the drafter has no state, as `Written` contains the tokens of the previous call."""
+        """Returns None: the drafter has no state, as `Written` contains the tokens of the previous call."""
 
     def propose(self, state: None, written: Written, most: int) -> tuple[None, Draft]:
         """Drafts the tokens of the previous call that follow the accepted ones."""

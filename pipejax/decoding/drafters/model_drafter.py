@@ -64,7 +64,7 @@ class Looking(Plain):
         return self.grid.slots_without_drafts + self.grid.rows * (self.most + 1)
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
-        """The position on the large model's grid."""
+        """Returns the position on the large model's grid."""
         return self.grid.position(row, time)
 
     @property
@@ -73,12 +73,12 @@ class Looking(Plain):
         return self.grid.group
 
     def init(self, batch: int, source: SourceIds | None = None) -> Ahead:
-        """The state without accepted tokens."""
+        """Returns the state without accepted tokens."""
         none = jnp.zeros((batch, self.grid.rows), jnp.int32)
         return self.begun(jnp.zeros((batch, self.grid.rows, self.grid.time_max), jnp.int32), none, none)
 
     def begun(self, tokens: Array, length: Array, fed: Array) -> Ahead:
-        """The state before a draft.
+        """Returns the state before a draft.
 
         Args:
           tokens: i32 [B, R, T], the accepted tokens.
@@ -121,11 +121,11 @@ class Looking(Plain):
         return state, Query(*(x.reshape(len(x), -1) for x in (fed, row, time, live)))
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
-        """The most likely token i32 [N], and its log-probability f32 [N]."""
+        """Returns the most likely token i32 [N], and its log-probability f32 [N]."""
         return first_argmax(logits), logits.max(axis=0) - jax.nn.logsumexp(logits, axis=0)
 
     def advance(self, state: Ahead, answers: tuple[Array, Array]) -> Ahead:
-        """Appends the token generated from the newest token of each row, if it is likely enough."""
+        """Appends the token generated from the newest token of each row, if the new token is likely enough."""
         count = state.live.sum(axis=1)
         fed = state.fed + count
         at = jnp.maximum(count - 1, 0)[:, None]
@@ -144,11 +144,11 @@ class Looking(Plain):
         )
 
     def done(self, state: Ahead) -> Array:
-        """bool [B], whether no query is left."""
+        """Returns bool [B], whether no query is left."""
         return ~state.live.any(axis=(1, 2))
 
     def result(self, state: Ahead) -> Decoded:
-        """The rows; steps and truncation are not used."""
+        """Returns the rows; steps and truncation are not used."""
         none = jnp.zeros(len(state.length), jnp.int32)
         return Decoded(tokens=state.tokens, lengths=state.length, steps=none, truncated=none)
 
@@ -167,13 +167,13 @@ class SmallModel(Protocol):
     """The parameters of a small T5, with the functions that compute with them."""
 
     def read(self, source: SourceIds) -> Tree:
-        """The memory of sources, from their ids, or from the outputs of the large model's encoder."""
+        """Returns the memory of sources, from their ids, or from the outputs of the large model's encoder."""
 
     def widen(self, memory: Tree, slots: int) -> Tree:
-        """The memory padded to `slots` tokens."""
+        """Returns the memory padded to `slots` tokens."""
 
     def decoder(self, memory: Tree) -> Model[Tree]:
-        """The decoder of the encoded sources."""
+        """Returns the decoder of the encoded sources."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,17 +186,17 @@ class FromModel:
     loops: ClassVar[bool] = True
 
     def read(self, source: SourceIds) -> Tree:
-        """The memory of the small T5."""
+        """Returns the memory of the small T5."""
         small: SmallModel = source.parameters
         return small.read(source)
 
     def widen(self, source: SourceIds, slots: int) -> Tree:
-        """The memory of the small T5, padded to `slots` tokens."""
+        """Returns the memory of the small T5, padded to `slots` tokens."""
         small: SmallModel = source.parameters
         return small.widen(source.memory, slots)
 
     def init(self, source: SourceIds, rows: int) -> DrafterCache:
-        """An empty cache."""
+        """Returns an empty cache."""
         looking, sizes, decoder = self._bound(source)
         batch = len(source.ids)
         carry = begin(looking, decoder, looking.init(batch), sizes, apart=True)
@@ -225,7 +225,7 @@ class FromModel:
         return DrafterCache(fed, used, filled, carry.cache), Draft(tokens, count, jnp.asarray(trust))
 
     def _bound(self, source: SourceIds | None) -> tuple[Looking, Sizes, Model[Tree]]:
-        """The strategy by which the small T5 decodes a batch of sources, the sizes of its steps, and its decoder."""
+        """Returns the strategy of the small T5, the sizes of its steps, and its decoder, for a batch of sources."""
         assert source and source.setting, "`Drafts.bind_source` binds the small model"
         setting, small = source.setting, source.parameters
         looking = Looking(setting.rows, setting.most, self.least)

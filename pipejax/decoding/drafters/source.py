@@ -34,7 +34,7 @@ class FromSource:
     odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # one for each number of matching tokens, 1 to 3
 
     def init(self, source: SourceIds, rows: int) -> CopyState:
-        """The state without drafts."""
+        """Returns the state without drafts."""
         none = jnp.full((source.ids.shape[0], rows), -1)
         return CopyState(source, none, none)
 
