@@ -146,6 +146,7 @@ def test_cells_become_rows_and_blank_cells_become_names_alone(tmp_path: Path) ->
         *[(["red", "ab"], "red, ab"), ([1, 2.5], "1, 2.5"), ("red|ab", "red|ab"), (1e300, "1e+300")],
         *[(datetime.date(2024, 5, 3), "2024-05-03"), (datetime.datetime(2024, 5, 3), "2024-05-03")],
         *[(datetime.datetime(2024, 5, 3, 7), "2024-05-03T07:00:00"), (decimal.Decimal("1.50"), "1.50"), (" x ", "x")],
+        (decimal.Decimal("NaN"), ""),
     ],
 )
 def test_cells_of_other_types_are_written_as_text(cell: object, text: str) -> None:

@@ -230,6 +230,8 @@ def is_blank(value: object) -> bool:
     """Whether a value means no text: null, not a number (which tables use for null), or blank text."""
     if isinstance(value, str):
         return not value.strip()
+    if isinstance(value, decimal.Decimal):
+        return value.is_nan()
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
