@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import resource
 import shutil
@@ -543,6 +544,19 @@ def test_first_of_equal_scores_stays_the_best(tmp_path):
     for step in (1, 2):
         best.offer(step, (2.0,), tree(float(step))["params"])
     assert best.close() and Store(tmp_path).steps() == [1]
+
+
+@pytest.mark.parametrize("reopened", [False, True], ids=["one run", "resumed run"])
+def test_finite_loss_replaces_nan_of_an_equal_headline_score(tmp_path, reopened):
+    best = Best(tmp_path, CONFIG)
+    best.offer(1, (0.0, math.nan), tree(1.0)["params"])
+    if reopened:
+        assert best.close()
+        best = Best(tmp_path, CONFIG)
+    best.offer(2, (0.0, math.nan), tree(2.0)["params"])
+    best.offer(3, (0.0, -9.0), tree(3.0)["params"])
+    best.offer(4, (0.0, math.nan), tree(4.0)["params"])
+    assert best.close() and Store(tmp_path).steps() == [3]
 
 
 def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):

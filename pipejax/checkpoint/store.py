@@ -9,6 +9,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -417,12 +418,12 @@ class Best:
         self._waiting: tuple[int, tuple[float, ...], Tree] | None = None
 
     def offer(self, step: int, score: tuple[float, ...], params: Tree) -> None:
-        """Saves the parameters if their score is the highest so far.
+        """Saves the parameters if their score is the highest so far. A NaN in a score counts as the lowest number.
 
         If the save fails, a copy on the host waits, and the next `offer` or `settle` tries again.
         """
         waiting = self._waiting
-        if score > max(self.score, waiting[1] if waiting else ()):
+        if _comparable(score) > max(_comparable(self.score), _comparable(waiting[1] if waiting else ())):
             self._waiting = None  # dropped first, because two copies would take twice the memory
             if self._save(step, score, params):
                 return
@@ -453,3 +454,8 @@ class Best:
         if done:
             self.score = score
         return done
+
+
+def _comparable(score: tuple[float, ...]) -> tuple[float, ...]:
+    """Returns the score with -inf in place of NaN, because no number is greater or less than NaN."""
+    return tuple(-math.inf if math.isnan(x) else x for x in score)
