@@ -440,6 +440,15 @@ def test_the_number_of_dev_examples_may_change_on_resume(finished, said):
     assert any(line.startswith("train.evaluate_examples: found a different number") for line in said)
 
 
+@pytest.mark.slow
+def test_changed_length_of_the_warm_up_is_logged_on_resume(tmp_path, said):
+    config = change(CONFIG, train={"steps": 2, "warmup_share": 0.9, "schedule": "constant"})
+    assert fit(config, tmp_path) == 0 and fit(change(config, train={"steps": 4}), tmp_path) == 0
+    assert fit(change(config, train={"steps": 4}), tmp_path) == 0
+    found = [line for line in said if line.startswith("train.warmup_share")]
+    assert found == ["train.warmup_share: the warm-up now ends at step 4 instead of 2"]
+
+
 REFUSED = [
     ({"train": {"method": "none"}}, r"train\.method: found 'none'"),
     ({"train": {"batch_size": 6}, "mesh": {"data": 4}}, r"train\.batch_size: found 6; expected a multiple of 4"),

@@ -18,6 +18,7 @@ from pipejax.model import dropout
 from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.training.memory import choose_remat, device_memory
+from pipejax.training.optimizer import warmup
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, choose_end, resolve_model
 from pipejax.training.step import Trainer, TrainState, state_of
 
@@ -111,6 +112,9 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
         )
     if before.steps != wanted.steps and wanted.schedule != "constant":
         logger.info(f"train.steps: {before.steps} -> {wanted.steps}; the {wanted.schedule} schedule now ends there")
+    ends = warmup(before), warmup(wanted)
+    if ends[0] != ends[1] and own.step < max(ends):
+        logger.info(f"train.warmup_share: the warm-up now ends at step {ends[1]} instead of {ends[0]}")
     with distributed.fail_together(UserError):
         if any(own.metadata.get(name, known) != known for name, known in data.items() if name != "dev"):
             raise UserError(
