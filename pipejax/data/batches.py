@@ -115,7 +115,7 @@ def _make_batch(examples: Sequence[Encoded], numbers: Sequence[int], pack: int, 
 
 
 def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
-    """Returns source tokens and target slots of each example, i64 [n, 2]."""
+    """Returns the numbers of source tokens and of target slots of each example, i64 [n, 2]."""
     return np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64).reshape(-1, 2)
 
 
@@ -254,7 +254,7 @@ class TrainingBatches(Sequence[Batch]):
 
 
 def _zeros_for(name: str, source: int, slots: int, *facts: bool) -> Encoded:
-    """Returns an example of zeros with these lengths, in place of one that another process encodes."""
+    """Returns an example of zeros with these lengths, in place of an example that another process encodes."""
     target = grid.Flat(*(np.zeros(slots, np.float32 if x == "weights" else np.int32) for x in grid.Flat._fields))
     return Encoded(name, np.zeros(source, np.int32), target, *facts)
 

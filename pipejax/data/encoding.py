@@ -42,9 +42,9 @@ class SourceIds(NamedTuple):
 def encode_source(
     content: str | Sequence[int] | np.ndarray, data: DataConfig, tokenizer: Tokenizer | None, model: Backbone
 ) -> SourceIds:
-    """Encodes the text of a source, adds special ids and truncates it. Token ids are only truncated.
+    """Encodes the text of a source, adds special ids and truncates the result; token ids are only truncated.
 
-    A source without any id becomes a single eos, because an encoder needs a token.
+    If a text has no ids, and no special ids are added, the source is a single eos, because an encoder needs a token.
     """
     affixes = source_affixes(tokenizer, model, data.special_tokens)
     if isinstance(content, str):

@@ -38,12 +38,12 @@ def read_records(
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether a path has the name of a Parquet file."""
+    """Returns whether a path has the name of a Parquet file."""
     return Path(inner_name(path)).suffix.lower() in PARQUET
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether a directory was written by `save_to_disk` of Hugging Face datasets."""
+    """Returns whether a directory was written by `save_to_disk` of Hugging Face datasets."""
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 
@@ -69,7 +69,7 @@ def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> 
 
 @contextlib.contextmanager
 def _parquet(path: str | Path) -> Iterator[Any]:
-    """A context with an opened Parquet file, local or remote.
+    """Returns a context with an opened Parquet file, local or remote.
 
     Raises:
       UserError: the file does not exist, is not Parquet, or has two columns with the same name.

@@ -175,7 +175,7 @@ def value_of(value: Object, key: str, place: str, expected: str = "one", *, hint
 
 
 def texts_of(value: Object, key: str, place: str, *, blank: bool = False, hint: str = "") -> list[str]:
-    """Returns the list of texts under a key. The list may be empty; its texts may be so only with `blank`.
+    """Returns the list of texts under a key. The list may be empty; its texts may be blank only with `blank`.
 
     Raises:
       UserError: the key is absent, or its value is not a list of texts.
@@ -227,7 +227,7 @@ def _check_unicode(text: str, key: str, place: str) -> str:
 
 
 def is_blank(value: object) -> bool:
-    """Whether a value means no text: null, not a number (which tables use for null), or blank text."""
+    """Returns whether a value means no text: null, not a number (which tables use for null), or blank text."""
     if isinstance(value, str):
         return not value.strip()
     if isinstance(value, decimal.Decimal):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "dev", "test")
 COMPARED = 1000  # the most keys that are compared when a similar name is searched
-MANY = 20  # examples from which on a message is logged if no target has several rows
+MANY = 20  # the least number of examples for which a message is logged if no target has several rows
 
 
 class FilesTask(Task):
@@ -74,13 +74,13 @@ class FilesTask(Task):
         return self._examples_by_split[split]
 
     def has(self, split: str) -> bool:
-        """Whether the config names the examples of the split."""
+        """Returns whether the config names the examples of the split."""
         if self._shares and (split == "train" or self._has_share(split)):
             return self._has_share(split) and bool(self.config.train)
         return bool(getattr(self.config, split))
 
     def _has_share(self, split: str) -> bool:
-        """Whether `data.split` gives this split a share of `data.train`."""
+        """Returns whether `data.split` gives this split a share of `data.train`."""
         return bool(self._shares and self._shares[SPLITS.index(split)])
 
     def source(self, value: Object, place: str) -> str:

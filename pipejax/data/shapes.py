@@ -90,7 +90,8 @@ class Shapes:
     def fit(self, need: Pair, step: int = 0) -> Pair:
         """Returns the cheapest pair in use at a step that is at least as long as `need`.
 
-        If there is none, the first pair's lengths are doubled as often as necessary, up to `limit`.
+        If there is none, the first pair's lengths are doubled as often as necessary. A doubled length is at most that
+        of `limit`, or the rounded length of `need` if this is greater.
         """
         fitting = [p for p in self.in_use(step) if p[0] >= need[0] and p[1] >= need[1]]
         if fitting:
@@ -193,7 +194,7 @@ def deal(lengths: Sequence[int], size: int) -> list[int]:
 
 
 def levels(lengths: Sequence[int], most: int) -> list[int]:
-    """Chooses at most `most` of the lengths such that rounding all lengths up to these adds the least padding.
+    """Chooses at most `most` of the lengths, so that rounding all lengths up to the chosen ones adds the least padding.
 
     The function uses dynamic programming over the sorted lengths. The chosen lengths are in increasing order.
     """
@@ -215,7 +216,7 @@ def levels(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def _select(needs: np.ndarray, weight: np.ndarray, most: int, shapes: Shapes, price: float) -> tuple[list[Pair], float]:
-    """Chooses pairs so that each need has one that fits.
+    """Chooses pairs such that each needed shape has a pair that is at least as long.
 
     Returns:
       The pairs, the longest first, and the mean cost of a batch including the compilation of the pairs.
@@ -225,13 +226,13 @@ def _select(needs: np.ndarray, weight: np.ndarray, most: int, shapes: Shapes, pr
     cost = np.where(holds, shapes.cost(every), np.inf)
 
     def totals(others: list[int]) -> np.ndarray:
-        """Returns, for each candidate, the total cost if it were used in addition to `others`."""
+        """Returns the total cost if a candidate is used in addition to `others`, for each candidate."""
         return np.asarray(weight @ np.minimum(cost, cost[:, others].min(1)[:, None]))
 
     chosen = [int((every == every.max(0)).all(1).argmax())]
     best, again = float(weight @ cost[:, chosen[0]]), True
-    # Greedy, while another pair saves more than its price; then exchanges, because early choices did not take the later
-    # ones into account.
+    # Pairs are added greedily while another pair saves more than its price. Then pairs are exchanged, because the early
+    # choices did not take the later ones into account.
     while len(chosen) < most and (found := totals(chosen)).min() < best - price:
         chosen.append(int(found.argmin()))
         best = float(found.min())

@@ -27,7 +27,7 @@ _DATA_SET = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:\[([\w.-]+)\])?"
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether a path is a URL or names a data set on the hub."""
+    """Returns whether a path is a URL or names a data set on the hub."""
     return isinstance(path, str) and ("://" in path or path.startswith(HUB))
 
 
@@ -81,7 +81,7 @@ class Guarded(io.RawIOBase):
           file: the library's file object.
           refusal: a function that makes a UserError from an exception.
           holder: an object to keep alive, such as a file system: an archive is closed when its file system is
-            collected.
+            garbage-collected.
         """
         self.file, self.refusal, self.holder = file, refusal, holder
 
@@ -183,7 +183,7 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
-    """Gives the content of an open file, decompressed if its first bytes identify gzip, bzip2, xz or zstd."""
+    """Returns a context with the content of an open file, decompressed if it begins as gzip, bzip2, xz or zstd do."""
     start = file.peek(24)[:24] if isinstance(file, io.BufferedReader) else b""
     name, content, damage = "", file, _DAMAGE
     if start.startswith(b"\x1f\x8b"):
@@ -199,7 +199,7 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
     try:
         yield content
     except damage as error:
-        # An error of the disk, not of the data.
+        # This is an error of the disk, not of the data.
         if not name or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise UserError(where, f"damaged {name} data ({error})", expected="a complete file") from error

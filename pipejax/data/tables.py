@@ -38,7 +38,7 @@ class Dialect(NamedTuple):
 
     @classmethod
     def noted(cls, settings: JsonMapping) -> "Dialect":
-        """Returns the dialect in settings by dotted key, as `as_settings` returns them; absent ones have defaults."""
+        """Returns the dialect in settings by dotted key, the result of `as_settings`; absent settings have defaults."""
         keys = zip(cls._fields, FOUND.as_settings(), strict=True)
         return cls(**{name: settings[key] for name, key in keys if key in settings})
 
@@ -60,7 +60,7 @@ class _Lost(UserError):
 
 
 class LostRows(_Lost):
-    """Raised for a quote that is closed rows later, judging by the quotes of the whole table."""
+    """Raised for a cell in quotes that seems to contain rows, judging by the quotes and delimiters of the table."""
 
 
 class _Quoting:
@@ -72,7 +72,7 @@ class _Quoting:
     """
 
     def __init__(self, delimiter: str, *, is_spaced: bool) -> None:
-        """`is_spaced`: whether rows have a space after a delimiter."""
+        """Begins without rows. `is_spaced`: whether rows have a space after a delimiter."""
         self.delimiter, self.is_spaced = delimiter, is_spaced
         between = re.escape(delimiter)
         self._cell = re.compile(rf'(?:^|(?<={between}))"([^"]*(?:""[^"]*)*)"(?={between}|[\r\n]*$)')
@@ -105,7 +105,7 @@ class _Quoting:
         return self.doubtful if self._is_broken else None
 
     def _look_like_rows(self, lines: Sequence[str], columns: int) -> bool:
-        """Whether nearly all lines have as many delimiters as a row.
+        """Returns whether nearly all lines have as many delimiters as a row.
 
         A line with a space after a delimiter does not count, because prose has such spaces, unless the rows of the
         table have such spaces too.
@@ -128,7 +128,7 @@ def suffix_of(path: str | Path) -> str:
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether a path has the name of a text table."""
+    """Returns whether a path has the name of a text table."""
     return suffix_of(path) in SUFFIXES
 
 
@@ -191,7 +191,7 @@ class TextTable:
         return self.delimiter.encode() + b"letters" * self.letters
 
     def rows(self, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, int, list[str] | UserError]]:
-        """Yields for each row its first line, its number of lines, and its cells or the error why it has none."""
+        """Yields the number of the first line, the number of lines, and the cells or the error of each row."""
         broken, own = list[UserError](), list[str]()  # the errors and the lines of the current row
 
         def texts() -> Iterator[str]:
@@ -287,7 +287,7 @@ def _say_once(line: str) -> None:
 
 
 def count_columns(cells: Sequence[str]) -> str:
-    """The number of cells of a line, such as "2 columns"."""
+    """Returns the number of cells of a line in words, such as "2 columns"."""
     return "1 column" if len(cells) == 1 else f"{len(cells)} columns"
 
 

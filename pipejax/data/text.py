@@ -71,7 +71,7 @@ class Template:
 
     @staticmethod
     def can_name(field: str) -> bool:
-        """Whether a field of this name can be in a template."""
+        """Returns whether a field of this name can be in a template."""
         return field.replace("_", "a").replace("-", "a").isalnum()
 
     def fill(self, values: Mapping[str, str]) -> str:

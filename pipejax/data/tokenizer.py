@@ -44,7 +44,7 @@ _IGNORED_SETTINGS = re.compile(
     r'|model_type: (?:BPE|WORD|CHAR)|user_defined_symbols: "(?!.*<extra_id)[^"]*"'
     r'|"prepend_scheme": "never"'
 )
-# For every call that reads files: never run code from the directory, and do not ask the user about it.
+# Arguments of every call that reads files: code from the directory is never run, and the user is not asked about it.
 _NO_REMOTE_CODE = {"trust_remote_code": False}
 _NEVER_EMPTY = re.compile("[A-Za-z0-9]")  # with such a character, some token remains under every tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub to say whether it has a name
@@ -127,7 +127,7 @@ class Tokenizer:
 
         A lone surrogate is encoded as "?".
         """
-        # JSON may contain lone surrogates, on which tokenizers fail
+        # JSON may contain lone surrogates, for which tokenizers raise exceptions.
         text = text.encode("utf-8", "replace").decode("utf-8")
         ids: list[int]
         if self._backend is not None:
@@ -146,9 +146,9 @@ class Tokenizer:
         return self.decode_known([int(i) for i in ids if 0 <= i < self.size])
 
     def decode_known(self, ids: list[int]) -> str:
-        """The same as `decode` for ids that are all in the vocabulary.
+        """Returns the same as `decode`, for ids that are all in the vocabulary.
 
-        A stream calls it for each token, so it skips the check of the ids.
+        This method does not check the ids, because a stream calls it for each token.
         """
         text: str
         if self._backend is not None:
@@ -163,9 +163,9 @@ class Tokenizer:
         return text.strip()
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
-        """Returns the words of a text that its `ids` do not reproduce, and the words that replace them.
+        """Returns the words of a text that its ids do not reproduce, and the words that replace them.
 
-        None: the text is reproduced. `ids` None: the text is encoded here.
+        If the ids reproduce the text, the result is None. `ids` are the ids of the text; None: the method encodes it.
         """
         before, after = text.split(), self.decode(self.encode(text) if ids is None else ids).split()
         if before == after:
@@ -178,7 +178,7 @@ class Tokenizer:
         return was, now
 
     def vanishes(self, text: str, ends: Collection[int] = ()) -> bool:
-        """Whether a text has no tokens except `eos` and the end tokens `ends`."""
+        """Returns whether a text has no tokens except `eos` and the end tokens `ends`."""
         every, rest = {*ends, *(() if self.eos is None else (self.eos,))}, text
         for piece in filter(None, map(self.piece, every)):
             rest = rest.replace(piece, "")
@@ -226,14 +226,14 @@ class Tokenizer:
         return Affixes(suffix=(*self._backend.encode("", add_special_tokens=True).ids,))
 
     def unknown_is(self, number: int) -> bool:
-        """Whether this is the id of unknown characters."""
+        """Returns whether a number is the id of unknown characters."""
         try:
             return number in self.encode(_UNKNOWN)
         except Exception:  # tokenizers raises it if the vocabulary has no id for unknown characters
             return False
 
     def is_word(self, number: int) -> bool:
-        """Whether an id stands for text.
+        """Returns whether an id stands for text.
 
         An id does not stand for text if the files declare it as a special token, or if its piece is in brackets, as <s>
         and [PAD].
@@ -243,16 +243,17 @@ class Tokenizer:
         return piece != "" and not declared and re.fullmatch(r"▁?(<.+>|\[.+\])", piece) is None
 
     def decoders(self) -> tuple[str, ...] | None:
-        """Returns the decoding steps of the tokenizers library.
+        """Returns the names of the decoding steps of the tokenizers library.
 
-        (): pieces are joined by spaces; None: the tokenizer does not use that library.
+        The result is () if pieces are joined by spaces, and None if the tokenizer does not use that library.
         """
         return None if self._backend is None else tuple(step["type"] for step in self._decoding_steps)
 
     def settles(self, token: int) -> bool:
-        """Whether no later token changes the text of ids that end with this token, except for an incomplete character.
+        """Returns whether no later token changes the text of ids that end with `token`.
 
-        The decoder ByteFallback decodes a run of bytes together: if any part is invalid UTF-8, it replaces the run.
+        An incomplete character at the end of the text does not count. The decoder ByteFallback decodes a run of bytes
+        together: if any part of the run is invalid UTF-8, the decoder replaces the whole run.
         """
         if self._final_unit != "runs of bytes":
             return self._final_unit == "tokens"
@@ -260,14 +261,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _final_unit(self) -> str:
-        """The units whose text does not depend on later tokens: "tokens", "runs of bytes", or "rows"."""
+        """The unit of ids whose text does not depend on later tokens: "tokens", "runs of bytes", or "rows"."""
         if self._backend is None:
             return "tokens" if type(self._inner).__name__ == "ByT5Tokenizer" else "rows"
         fused, found = False, "tokens"
         for step in self._decoding_steps:
             kind = step["type"]
             is_wide = kind == "Strip" and step["stop"] > 0
-            # The pattern may span two pieces.
+            # A pattern of several characters, or a regular expression, may span two pieces.
             is_wide |= kind == "Replace" and len(step["pattern"].get("String", "  ")) > 1
             if kind == "ByteFallback" and not fused:
                 found = "runs of bytes"
@@ -311,7 +312,7 @@ class Growing:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the newest ids, whose text may still change
-        self._given = ""  # the part of their text that was already returned
+        self._given = ""  # the part of the text of `_ids` that was already returned
 
     def add(self, token: int) -> str:
         """Adds a token; returns the text that became final with it."""
@@ -537,9 +538,9 @@ def _follow(inner: "PreTrainedTokenizerBase", directory: Path, name: str) -> Non
 
 
 def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
-    """Sets the id of unknown characters to the one in the vocabulary's file, where transformers uses its class's.
+    """Sets the id of unknown characters to the id in the vocabulary's file, if the tokenizer's class set another one.
 
-    T5Tokenizer uses 2. The id of other classes is right if it is the id of unk_token.
+    T5Tokenizer always sets 2. The id of another class is not changed if it is the id of unk_token.
     """
     if not inner.is_fast or type(inner.backend_tokenizer.model).__name__ != "Unigram":
         return
@@ -559,7 +560,7 @@ def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
 
 
 def _ignored_settings(directory: Path) -> list[str]:
-    """Returns the settings of a vocabulary that T5Tokenizer replaces by T5's."""
+    """Returns the settings of a vocabulary that T5Tokenizer replaces by the settings of T5."""
     if look(file := directory / "tokenizer.json"):
         return _IGNORED_SETTINGS.findall(json.dumps(strict_json.loads(file.read_bytes())))
     model = _read_proto(directory)
@@ -628,7 +629,7 @@ def _read_hub(name: str, of_hub: str, revision: JsonObject) -> "PreTrainedTokeni
 
     transformers, at = import_transformers(), _NO_REMOTE_CODE | revision
     try:
-        # Succeeds if it was downloaded before.
+        # This succeeds if the tokenizer was downloaded before.
         inner = transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)
     except Exception:
         try:
