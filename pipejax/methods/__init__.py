@@ -66,12 +66,15 @@ __getattr__ = moved.renamed(
 
 
 def names(config: Config) -> tuple[str, ...]:
-    """The names of the methods with which weights of this config can decode: the built-in ones and `config.method`."""
+    """Returns the names of the methods with which weights of this config can decode.
+
+    These are the built-in methods and `config.method`.
+    """
     return (*METHODS, own.name) if (own := _own(config)) else METHODS
 
 
 def methods_with(config: Config, ability: str) -> dict[str, Method]:
-    """The methods of a config that have an ability and are compatible with the config's settings, by name.
+    """Returns the methods of a config that have an ability and are compatible with the config's settings, by name.
 
     Args:
       config: the config.
@@ -86,14 +89,14 @@ def methods_with(config: Config, ability: str) -> dict[str, Method]:
 
 
 def default(config: Config) -> str:
-    """The name of the method for which the weights were trained; "sequential" if pipejax has not trained them."""
+    """Returns the name of the method for which weights were trained; "sequential" if pipejax has not trained them."""
     if own := _own(config):
         return own.name
     return "sequential" if config.train.method == "none" else config.train.method
 
 
 def trained(config: Config) -> Method:
-    """The method by which a run is trained.
+    """Returns the method by which a run is trained.
 
     If the class of the method is not imported, the result is a placeholder with its name, without abilities.
     """
@@ -109,7 +112,7 @@ def trained(config: Config) -> Method:
 
 
 def make(name: str, config: Config) -> Method:
-    """The method with this name and the settings of a config.
+    """Returns the method with this name and the settings of a config.
 
     Raises:
       UserError: the config has no method with this name, or settings contradict each other.
@@ -136,7 +139,7 @@ def _check_name(name: str, config: Config) -> None:
 
 
 def choose(config: Config, method: Method | str) -> Config:
-    """The config with another default method: an object, or the name of one of the methods of the config.
+    """Returns the config with another default method: an object, or the name of one of the methods of the config.
 
     Raises:
       UserError: the config has no method with this name.
@@ -184,7 +187,7 @@ def check_training(config: Config) -> None:
 def make_strategy(
     method: Method, decode: DecodeConfig, ids: Ids, drafter: "Drafter | None" = None, *, drafts: bool = True
 ) -> "Strategy":
-    """The decoding strategy of a method.
+    """Returns the decoding strategy of a method.
 
     Args:
       method: the method.
@@ -206,7 +209,7 @@ def make_strategy(
 
 
 def training_mismatches(name: str, config: Config, learned: Config) -> list[str]:
-    """Warnings about differences between decoding and training, as these make poor output likely.
+    """Returns warnings about differences between decoding and training, since such differences make poor output likely.
 
     Args:
       name: the name of the method that decodes.
@@ -232,7 +235,7 @@ def training_mismatches(name: str, config: Config, learned: Config) -> list[str]
 
 
 def _own(config: Config) -> Method | None:
-    """The method object of `config.method`, or None. Raises a UserError if it is not a valid method."""
+    """Returns the method object of `config.method`, or None. Raises a UserError if the object is not a valid method."""
     own = made(config.method) if isinstance(config.method, dict) else config.method
     if own is None:
         return None

@@ -13,7 +13,7 @@ GPU_LOGITS = 2**27  # on a GPU: each part reads the table and adds to its gradie
 
 
 def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
-    """The weighted negative log-likelihood of the targets (paper section 3.3, eq. 6).
+    """Computes the weighted negative log-likelihood of the targets (paper section 3.3, eq. 6).
 
     Args:
       logits: f32 [G, N, V].
@@ -31,10 +31,10 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
 
 @jax.custom_vjp
 def _logit_of(targets: Array, logits: Array) -> Array:
-    """The logits f32 [G, N] of the targets.
+    """Returns the logits f32 [G, N] of the targets.
 
-    With an index, the gradient would be a scatter into all logits. Here the gradient is a comparison, which XLA
-    computes in the same pass as the gradient of the softmax.
+    JAX's own gradient of the indexing would be a scatter into all logits. The gradient defined here is a comparison,
+    which XLA computes in the same pass as the gradient of the softmax.
     """
     return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
 
@@ -44,7 +44,7 @@ def _logit_forward(targets: Array, logits: Array) -> tuple[Array, tuple[Array, A
 
 
 def _logit_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[None, Array]:
-    """The gradient of the logits."""
+    """Returns None for the targets, and the gradient f32 [G, N, V] of the logits."""
     targets, words = kept
     # A constant zero would be an array in `in_parts`, see `dropout.zero_dropped`.
     zero = (targets & 0)[..., None].astype(gradient.dtype)
@@ -55,7 +55,7 @@ _logit_of.defvjp(_logit_forward, _logit_backward)
 
 
 def most_logits(platform: str) -> int:
-    """The most logits computed at once on devices of a platform, such as "cpu"."""
+    """Returns the largest number of logits that are computed at once on devices of a platform, such as "cpu"."""
     return GPU_LOGITS if platform in ("gpu", "cuda") else LOGITS
 
 
@@ -69,12 +69,12 @@ def in_parts(
     vocabulary: int,
     most: int | None = None,
 ) -> tuple[Array, Array]:
-    """The loss of the logits head(hidden), computed in parts of a limited number of logits to save memory.
+    """Computes the loss of the logits head(hidden) in parts of a limited number of logits, to save memory.
 
-    N is split into the smallest sufficient number of equal parts that divides it. If a gradient is wanted, each part
-    computes its loss and its gradients at once, so that its logits are computed only once; the backward pass multiplies
-    these gradients by the gradient of the sum. The gradient of the second result, and the gradients with respect to
-    `weights`, are 0.
+    N is split into the smallest sufficient number of equal parts that divides N. If there are several parts and a
+    gradient is wanted, each part computes its loss and its gradients at once, so that its logits are computed only
+    once; the backward pass multiplies these gradients by the gradient of the sum. The gradient of the second result,
+    and the gradients with respect to `weights`, are then 0.
 
     Args:
       loss: the loss of a part, such as `cross_entropy`.
@@ -83,7 +83,7 @@ def in_parts(
       targets: i32 [G, N], or [G, N, choices].
       weights: f32 of the same shape.
       vocabulary: V.
-      most: the most logits of a part, about; None: LOGITS.
+      most: the approximate largest number of logits of a part; None: LOGITS.
 
     Returns:
       Two f32 scalars, the sums over all parts of the results of `loss`.
@@ -106,7 +106,7 @@ def in_parts(
 def _sums(
     loss: Loss, head: Callable[..., Array], params: Sequence[Array], hidden: Array, targets: Array, weights: Array
 ) -> tuple[Array, Array]:
-    """`in_parts` on arrays [parts, G, n, ...]; `params`: the arrays that `head` takes after the hidden states."""
+    """Computes `in_parts` for arrays [parts, G, n, ...]. `params`: the arrays that `head` takes after hidden states."""
 
     def add(sums: tuple[Array, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
         total, count = loss(head(part[0], *params), *part[1:])
@@ -119,7 +119,7 @@ def _sums(
 def _sums_forward(
     loss: Loss, head: Callable[..., Array], params: Sequence[Array], hidden: Array, targets: Array, weights: Array
 ) -> tuple[tuple[Array, Array], tuple[Sequence[Array], Array]]:
-    """The results of `_sums`, and the gradients of `params` and of `hidden`."""
+    """Returns the results of `_sums`, and the gradients of `params` and of `hidden`."""
 
     def add(
         carry: tuple[Array, Array, Sequence[Array]], part: tuple[Array, Array, Array]
@@ -140,7 +140,7 @@ def _sums_forward(
 def _sums_backward(
     loss: Loss, head: Callable[..., Array], kept: tuple[Sequence[Array], Array], gradients: tuple[Array, Array]
 ) -> tuple[Sequence[Array], Array, None, None]:
-    """The gradients of `params` and `hidden`, from the gradient of the summed loss, an f32 scalar."""
+    """Returns the gradients of `params` and `hidden`, from the gradient of the summed loss, an f32 scalar."""
     return *jax.tree.map(lambda x: (x * gradients[0]).astype(x.dtype), kept), None, None
 
 

@@ -73,7 +73,7 @@ class Ids(NamedTuple):
 
     @classmethod
     def of(cls, backbone: "Backbone") -> "Ids":
-        """The ids of a backbone."""
+        """Returns the ids of a backbone."""
         eos, *others = backbone.end_token_ids
         return cls(backbone.decoder_start_token_id, eos, (*others,))
 
@@ -179,7 +179,7 @@ class Method:
         raise NotImplementedError
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> "np.ndarray":
-        """i32 [N], the row of the answer to which the token generated at each slot of a target belongs.
+        """Returns i32 [N], the row of the answer to which the token generated at each slot of a target belongs.
 
         Args:
           flat: the layout of the target, from `target`.
@@ -190,11 +190,11 @@ class Method:
         return flat.row
 
     def most_slots(self, most: int) -> int:
-        """The largest number of slots of a target of `most` tokens, eos tokens included."""
+        """Returns the largest number of slots of a target of `most` tokens, eos tokens included."""
         return 2 * most
 
     def loss(self, logits: "Array", targets: "Array", weights: "Array") -> "tuple[Array, Array]":
-        """The loss of a part of a batch. By default `losses.cross_entropy` (paper section 3.3, eq. 6).
+        """Computes the loss of a part of a batch. The default is `losses.cross_entropy` (paper section 3.3, eq. 6).
 
         Args:
           logits: f32 [G, N, V].
@@ -202,15 +202,15 @@ class Method:
           weights: f32 of the same shape, 0 at padding.
 
         Returns:
-          Two f32 scalars, the summed loss and its divisor. The trainer adds both over the parts of a batch before it
-          divides.
+          Two f32 scalars, the summed loss and its divisor. The trainer adds each of them over the parts of a batch, and
+          then divides the sums.
         """
         from pipejax.methods.losses import cross_entropy
 
         return cross_entropy(logits, targets, weights)
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """The decoding strategy of the method: a hashable object, static under jit."""
+        """Returns the decoding strategy of the method: a hashable object, static under jit."""
         raise NotImplementedError
 
     def add_prefixes(self, given: RowPrefixes) -> RowPrefixes:
@@ -222,7 +222,7 @@ class Method:
         return given
 
     def count_rows(self, rows: int, most: int | None) -> int:
-        """The number of rows of the grid that belong to an answer.
+        """Returns the number of rows of the grid that belong to an answer.
 
         Args:
           rows: R, the number of rows of the grid.
@@ -231,19 +231,19 @@ class Method:
         return rows
 
     def end_repetitions(self, strategy: "Strategy", spells: Spells) -> "tuple[Strategy, str]":
-        """The strategy whose answers end when their rows repeat, for `decode.unique_rows`, and "".
+        """Returns the strategy whose answers end when their rows repeat, for `decode.unique_rows`, and "".
 
-        If the method parts a text into rows (`parts_text`) and cannot let answers end so: the strategy without a
-        change, and the reason.
+        A method that splits a text into rows (`parts_text`) may be unable to end answers in this way. It then returns
+        the unchanged strategy and the reason.
         """
         return strategy, ""
 
     def extra_allowed_ids(self, spells: Spells) -> list[int]:
-        """Ids, other than end tokens, that an answer may contain even if its source does not."""
+        """Returns the ids, other than end tokens, that an answer may contain even if its source does not."""
         return []
 
     def order(self, lengths: Sequence[int]) -> list[int]:
-        """The indices of the grid rows that are the rows of an answer, in the order of the answer.
+        """Returns the indices of the grid rows that are the rows of an answer, in the order of the answer.
 
         Args:
           lengths: the number of tokens of each grid row, without end tokens.
@@ -251,7 +251,7 @@ class Method:
         return [row for row, length in enumerate(lengths) if length]
 
     def read(self, texts: Sequence[str], separator: str) -> tuple[str, list[str]]:
-        """The text of an answer and the texts of its rows.
+        """Returns the text of an answer and the texts of its rows.
 
         Args:
           texts: the texts of the grid rows that `order` selects, in its order.
@@ -260,7 +260,7 @@ class Method:
         return separator.join(text for text in texts if text.strip()), [*texts]
 
     def baseline_steps(self, lengths: Sequence[int], *, separator: int) -> int:
-        """The number of steps that the method `baseline` would take for the same rows.
+        """Returns the number of steps that the method `baseline` would take for the same rows.
 
         Args:
           lengths: the number of tokens of each row, without end tokens.
@@ -269,7 +269,7 @@ class Method:
         return grid.sequential_steps(lengths, separator=separator)
 
     def learned(self) -> dict[str, object]:
-        """The settings that the weights have learned, by key: decoding with other values gives poor output."""
+        """Returns the settings that the weights have learned, by key: decoding with other values gives poor output."""
         return {f"method.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def require(self, ability: str, place: str = "", found: str = "", expected: object = "none") -> None:

@@ -18,10 +18,11 @@ SIDE = 64  # the largest number of rows and of times whose positions are compare
 
 
 def strategy_of(method: Method, ids: Ids) -> "Strategy":
-    """The strategy of a method.
+    """Returns the strategy of a method.
 
     Raises:
-      UserError: the strategy violates the interface `Strategy`, or lacks a property that an ability in `can` needs.
+      UserError: `can` has an unknown ability, or the strategy violates the interface `Strategy`, or lacks the
+        property that an ability in `can` needs.
     """
     from pipejax.decoding import strategy_checks
 
@@ -37,7 +38,7 @@ def strategy_of(method: Method, ids: Ids) -> "Strategy":
 
 @functools.lru_cache(maxsize=256)
 def _check(name: str, can: frozenset[str], made: Any) -> None:
-    """Does the checks of `strategy_of`, once for each combination of arguments.
+    """Performs the checks of `strategy_of`, once for each combination of arguments.
 
     Args:
       name: the class name of the method, for messages.
@@ -118,7 +119,7 @@ def check_target(target: Target, method: Method, *, vocabulary: int, most: int, 
 
 
 def ignored_settings(method: Method, config: Config, asked: Collection[str] = ()) -> list[str]:
-    """At most one line, which names the given settings that decoding with the method ignores.
+    """Returns at most one line, which names the given settings that decoding with the method ignores.
 
     Args:
       method: the method.
@@ -138,7 +139,10 @@ def ignored_settings(method: Method, config: Config, asked: Collection[str] = ()
 
 
 def _ignores(method: Method, facts: Facts) -> bool:
-    """Whether decoding with the method ignores a setting. A setting that asks for an ability is an error instead."""
+    """Returns whether decoding with the method ignores a setting.
+
+    A setting that asks for an ability is not ignored: it is an error if the method lacks the ability.
+    """
     if "ability" in facts:
         return facts["ability"] not in method.can and not facts.get("asks")
     return facts.get("read_by", method.name) != method.name

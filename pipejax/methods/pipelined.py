@@ -28,7 +28,7 @@ class PipelinedMethod(Method):
 
     @classmethod
     def of(cls, config: Config) -> "PipelinedMethod":
-        """The method with the settings of a config; a `NamedRows` if rows have names or the delay is 0."""
+        """Returns the method with the settings of a config; a `NamedRows` if rows have names or the delay is 0."""
         named = config.grid.row_names or config.grid.delay == 0
         return (NamedRows if named else cls)(config.grid, config.decode.unique_rows)
 
@@ -52,7 +52,7 @@ class PipelinedMethod(Method):
 
     @property
     def in_torch(self) -> InTorch | None:
-        """See `Method`. None for a subclass that overrides `strategy`, `order` or `read`."""
+        """See `Method`. The value is None for a subclass that overrides `strategy`, `order` or `read`."""
         ours = PipelinedMethod.strategy, PipelinedMethod.order, PipelinedMethod.read
         if (type(self).strategy, type(self).order, type(self).read) != ours:
             return None
@@ -74,7 +74,7 @@ class PipelinedMethod(Method):
         return self._laid_out([row for row in spell(rows, spells, ids.ends) if row], ids, most=most)
 
     def _laid_out(self, rows: Sequence[list[int]], ids: Ids, *, most: int, names: Sequence[int] = ()) -> Target:
-        """The target whose rows have the token ids `rows`, cut to `most` tokens.
+        """Returns the target whose rows have the token ids `rows`, cut to `most` tokens.
 
         `names`: the number of forced tokens at the beginning of each row.
         """
@@ -89,14 +89,14 @@ class PipelinedMethod(Method):
         return Target(flat, cut)
 
     def most_slots(self, most: int) -> int:
-        """See `Method`. One slot for each token, and one more for each row whose eos is fed.
+        """See `Method`. A target has one slot for each token, and one more for each row whose eos is fed.
 
         The last row's eos is never fed, and every other row has at least two tokens, its eos included.
         """
         return most + (most - 1) // 2
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """The strategy of Algorithm 1, `Pipelined`."""
+        """Returns the strategy of Algorithm 1, `Pipelined`."""
         from pipejax.decoding.grid_strategy import Pipelined
 
         return Pipelined(
@@ -111,7 +111,11 @@ class PipelinedMethod(Method):
         )
 
     def add_prefixes(self, given: RowPrefixes) -> RowPrefixes:
-        """The prefixes of the source. Raises a UserError if there are more prefixes than rows."""
+        """Returns the prefixes of the source.
+
+        Raises:
+          UserError: there are more prefixes than rows that can start.
+        """
         fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
             raise UserError(
@@ -124,12 +128,15 @@ class PipelinedMethod(Method):
         return given
 
     def learned(self) -> dict[str, object]:
-        """The delay and the row names."""
+        """Returns the delay and the row names."""
         return {f"grid.{key}": getattr(self.grid, key) for key in ("delay", "row_names")}
 
 
 class NamedRows(PipelinedMethod):
-    """Rows with given names, from `grid.row_names` or from a source. With a delay of 0 all rows start at once."""
+    """The pipelined decoder with named rows, whose names come from `grid.row_names` or from a source.
+
+    With a delay of 0 all rows start at once.
+    """
 
     def check(self) -> None:
         """Raises a UserError if a named row would not start in time, or if the delay is 0 and rows have no names."""
@@ -170,10 +177,10 @@ class NamedRows(PipelinedMethod):
         return self._laid_out(found, ids, most=most, names=[*map(len, names)])
 
     def add_prefixes(self, given: RowPrefixes) -> RowPrefixes:
-        """The prefixes of the source, or `grid.row_names` if the source has none.
+        """Returns the prefixes of the source, or `grid.row_names` if the source has neither prefixes nor `max_rows`.
 
         Raises:
-          UserError: more rows have prefixes than start in time, or the delay is 0 and a row has no prefix.
+          UserError: more rows have prefixes than can start, or the delay is 0 and a row has no prefix.
         """
         names, says_nothing = self.grid.row_names, not given.prefixes and given.most is None
         if says_nothing and self.grid.delay == 0 and not names:  # the message names the setting, not a source

@@ -21,16 +21,16 @@ class Spells(Hashable, Protocol):
         """The id of the tokenizer's eos token; None if it has none."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens."""
+        """Returns the token ids of a text, without special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
 
     def vanishes(self, text: str, ends: Collection[int] = ()) -> bool:
-        """Whether a text has no tokens except `eos` and the end tokens `ends`."""
+        """Returns whether a text has no tokens except `eos` and the end tokens `ends`."""
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
-        """The part of a text that encoding and decoding change, before and after; None if they change nothing.
+        """Returns the part of a text that encoding and decoding change, before and after; None if nothing changes.
 
         Args:
           text: the text.
@@ -39,12 +39,14 @@ class Spells(Hashable, Protocol):
 
 
 def ids_of_ends(ends: Ends) -> frozenset[int]:
-    """The ids of end tokens as a set."""
+    """Returns the ids of end tokens as a set."""
     return frozenset((ends,) if isinstance(ends, int) else ends or ())
 
 
 def spell(targets: Sequence[str], tokenizer: Spells, ends: Ends) -> list[list[int]]:
-    """The token ids of each row of a target. End tokens in the text, such as "</s>", are dropped, as they end a row.
+    """Returns the token ids of each row of a target.
+
+    End tokens in the text, such as "</s>", are dropped, since they would end the row.
 
     Args:
       targets: the texts of the rows.
@@ -59,7 +61,7 @@ def spell(targets: Sequence[str], tokenizer: Spells, ends: Ends) -> list[list[in
 
 
 def prefix_ids(tokenizer: Spells, text: str, where: str, ends: Ends = None) -> tuple[int, ...]:
-    """The token ids of a row's prefix.
+    """Returns the token ids of a row's prefix.
 
     Args:
       tokenizer: the tokenizer.
@@ -80,7 +82,7 @@ def prefix_ids(tokenizer: Spells, text: str, where: str, ends: Ends = None) -> t
 
 
 def separator_ids(tokenizer: Spells, separator: str) -> list[int]:
-    """The token ids between two rows that a separator joins; empty if the separator leaves no token of its own."""
+    """Returns the token ids between two rows that a separator joins; [] if the separator has no token of its own."""
     word, words = tokenizer.encode("a"), tokenizer.encode(f"a{separator}a")
     size = len(word)
     return words[size:-size] if words[:size] == words[-size:] == word else tokenizer.encode(separator)
@@ -88,7 +90,7 @@ def separator_ids(tokenizer: Spells, separator: str) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _prefix_ids(tokenizer: Spells, text: str) -> tuple[int, ...]:
-    """The ids of a prefix, cached because the same few prefixes occur in every example.
+    """Returns the ids of a prefix. They are cached, because the same few prefixes occur in every example.
 
     Logs a warning if the tokenizer changes the text.
     """
