@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import transformers
 
 from pipejax import methods
 from pipejax.apps.picture import record as picture
@@ -15,6 +16,7 @@ from pipejax.apps.serving.answer import Event, Request
 from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.row_text import Writing
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import (
     TRUNCATIONS,
     Decoded,
@@ -383,6 +385,15 @@ def test_separator_of_one_token_ends_repetitive_answers(method, separator, why, 
     else:
         assert strategy.separator is None
         assert lines == [f"decode.unique_rows: repeated rows are left out, but do not end an answer: {why}"]
+
+
+def test_separator_may_be_white_space_other_than_a_space() -> None:
+    """ByT5's token of a byte is the byte plus 3; a space by itself never separates rows."""
+    spells, ids = Tokenizer(transformers.ByT5Tokenizer()), methods.Ids.of(MODEL)
+    for separator, token in (("\n", 13), ("\t", 12), (";", 62), (" ", None), ("\n\n", None)):
+        method: Any = methods.make("sequential", Config(data=DataConfig(separator=separator)))
+        strategy, why = method.end_repetitions(method.strategy(ids), spells)
+        assert (strategy.separator, bool(why)) == (token, token is None)
 
 
 def first_repetition(tokens: list[int], separator: int) -> int | None:

@@ -44,7 +44,7 @@ class SequentialMethod(Method):
 
     @classmethod
     def of(cls, config: Config) -> "SequentialMethod":
-        """The method with the settings of a config."""
+        """Returns the method with the settings of a config."""
         return cls(config.decode.max_length, config.data.separator, config.grid.delay)
 
     @property
@@ -90,7 +90,7 @@ class SequentialMethod(Method):
         return Target(flat, cut)
 
     def most_slots(self, most: int) -> int:
-        """See `Method`. One slot for each token."""
+        """See `Method`. A target has one slot for each token."""
         return most
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
@@ -109,7 +109,7 @@ class SequentialMethod(Method):
         return np.searchsorted(starts, np.arange(len(whole)), side="right").astype(np.int32)
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """The strategy of greedy decoding, `Sequential`."""
+        """Returns the strategy of greedy decoding, `Sequential`."""
         from pipejax.decoding.grid_strategy import Sequential
 
         return Sequential(self.max_length, ids.bos, ids.eos, ids.other_ends)
@@ -123,12 +123,15 @@ class SequentialMethod(Method):
         # After the separator's own tokens, the encodings may differ by a space that belongs to the next row.
         same = [a == b for a, b in zip(begun, whole, strict=False)]
         own, core = whole[len(letter) : [*same, False].index(False)], self.separator.strip(" ")
-        if not core or len(own) != 1 or spells.decode(own).strip() != core:
+        # The token is decoded between two letters, because `decode` strips line breaks from the ends of a text.
+        alone = spells.decode(letter)
+        decoded = spells.decode([*letter, *own, *letter]).removeprefix(alone).removesuffix(alone).strip(" ")
+        if not core or len(own) != 1 or decoded != core:
             return strategy, f"data.separator {self.separator!r} is not a single token of this tokenizer"
         return strategy.replace(separator=own[0]), ""
 
     def extra_allowed_ids(self, spells: Spells) -> list[int]:
-        """See `Method`. The ids of the separator between two rows."""
+        """See `Method`. These are the ids of the separator between two rows."""
         letter, begun, whole = self._encoded(spells)
         if begun[: len(letter)] != letter or whole[: len(letter)] != letter:
             return whole
@@ -139,24 +142,24 @@ class SequentialMethod(Method):
         return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts
 
     def _encoded(self, spells: Spells) -> tuple[list[int], list[int], list[int]]:
-        """The ids of a letter, of a letter with the separator after it, and of two letters around the separator."""
+        """Returns the ids of a letter, of a letter before the separator, and of two letters around the separator."""
         between = self.separator
         return spells.encode("a"), spells.encode(f"a{between}"), spells.encode(f"a{between}a")
 
     def order(self, lengths: Sequence[int]) -> list[int]:
-        """The only row of the grid, even if it is empty."""
+        """Returns [0], the only row of the grid, even if this row is empty."""
         return [0]
 
     def read(self, texts: Sequence[str], separator: str) -> tuple[str, list[str]]:
-        """The decoded text without changes, and the rows into which the separator splits it."""
+        """Returns the decoded text without changes, and the rows into which the separator splits it."""
         return texts[0], split_rows(texts[0], separator)
 
     def baseline_steps(self, lengths: Sequence[int], *, separator: int) -> int:
-        """The number of steps of Algorithm 1 without bounds on rows and times."""
+        """Returns the number of steps of Algorithm 1 without bounds on rows and times."""
         return grid.pipelined_steps(lengths, delay=self.delay, sub_max=GRID, time_max=GRID**2)
 
     def learned(self) -> dict[str, object]:
-        """No settings: `max_length` may differ from training."""
+        """Returns no settings, since `max_length` may differ from training."""
         return {}
 
 
@@ -180,14 +183,14 @@ class Beams(SequentialMethod):
         return "decode.beams", f"{self.beams}"
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """The strategy of beam search, `Beam`."""
+        """Returns the strategy of beam search, `Beam`."""
         from pipejax.decoding.beam import Beam
 
         return Beam(self.max_length, self.beams, self.length_penalty, ids.bos, ids.eos, ids.other_ends)
 
 
 def tells_rows_apart(separator: str) -> bool:
-    """Whether rows joined with a separator can be split again. Rows joined with only spaces cannot."""
+    """Returns whether rows joined with a separator can be split again. Rows joined with only spaces cannot."""
     return bool(separator.strip(" "))
 
 
@@ -206,8 +209,8 @@ def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[
     ignored.
 
     Returns:
-      The first row that changes and the row found in its place; None if no row changes. Either is "" if there are fewer
-      rows before or after the change.
+      The first row that changes and the row found in its place; None if no row changes. If there are fewer rows before
+      or after the change, the missing row is "".
     """
     kept = [row for row in rows if not spells.vanishes(row)]
     if not kept or not tells_rows_apart(separator):
@@ -219,7 +222,10 @@ def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[
 
 
 def separator_pattern(separator: str) -> str:
-    """A regular expression for the separator in decoded text. Tokenizers may change or drop the spaces around it."""
+    """Returns a regular expression for the separator in decoded text.
+
+    Tokenizers may change or drop the spaces around the separator.
+    """
     core = separator.strip(" ")
     before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
     after = r"(?:$| +)" if separator.endswith(" ") else ""
