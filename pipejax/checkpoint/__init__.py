@@ -20,8 +20,8 @@ A save proceeds in this order, so that a crash at any point leaves every earlier
 `store.Store.restore` and `Store.verify` check a step with these functions, in this order:
 
     manifest.check_manifest       the seal and the form of the manifest
+    manifest.check_template       whether the step has the arrays that the caller wants (only in `restore`)
     trouble.reading               whether a file that cannot be read is damaged, or only unreadable at the moment
-    manifest.check_template       whether the step has the arrays that the caller wants
     fingerprint.first_difference  whether the content of every array matches the manifest
 
 `Store.newest` skips damaged steps, or renames them to corrupt-STEP.

@@ -26,7 +26,8 @@ from pipejax.system.files import UTF_8, absolute, is_misread
 
 # Orbax and TensorStore interpret these parts of a path as patterns, as "/", or as the scheme of a URL.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
-# For TensorStore: cache only the nodes that locate arrays, and do not check whether files change while they are read.
+# Settings of TensorStore: it caches only the nodes that locate arrays, and does not check whether files change during a
+# read.
 _LIMITS = {"cache_pool#nodes": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
 _ONCE = {"recheck_cached_data": False, "recheck_cached_metadata": False, "fill_missing_data_reads": False}
 _ALIGNED = 64  # alignment in bytes from which JAX uses host memory without a copy

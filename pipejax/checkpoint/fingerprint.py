@@ -36,9 +36,9 @@ def _words(x: Array) -> Array:
 
 
 def _sums(x: Array) -> Array:
-    """Returns two sums mod 2^32, u32 [2].
+    """Returns two sums mod 2^32 over the elements, u32 [2].
 
-    Sums do not depend on the order of elements, and therefore not on the mesh.
+    A sum does not depend on the order in which its terms are added, and therefore not on the mesh.
 
     The first sum weights each word by an odd number made of its position, so that one changed bit always changes the
     sum. The second sum hashes word and position, so that changes that cancel in the first sum rarely cancel in the

@@ -111,7 +111,7 @@ def check_beside(where: str, trained: str, fingerprint: str) -> None:
 
 
 def report_conversion(restored: Restored) -> None:
-    """Warns once about weights that an earlier release may have converted with settings unlike transformers'."""
+    """Warns once about weights that an earlier release may have converted with other settings than transformers."""
     model, metadata, place = restored.config.model, restored.metadata, restored.path.parents[1]
     trained = restored.config.train.method != "none"
     if model is None or "conversion" in metadata or (trained and not metadata.get("init")):

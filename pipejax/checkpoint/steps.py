@@ -50,7 +50,10 @@ class Steps:
         return self.directory / f"{step}{STAGING}"
 
     def identity(self, step: int) -> tuple[int, int] | None:
-        """Returns device and inode of a step, which change when the step is replaced; None if there is no such step."""
+        """Returns the device and the inode of a step, or None if there is no such step.
+
+        The numbers change when the step is replaced.
+        """
         try:
             status = os.lstat(self.place(step))
         except FileNotFoundError:

@@ -131,7 +131,7 @@ class Store:
     ) -> bool:
         """Begins to save a step in the background; replaces a step of the same number.
 
-        Waits for the previous save first. The arrays may be donated once this method returns.
+        The method first waits for the previous save. The arrays may be donated once the method returns.
 
         Args:
           step: the number of the step.
@@ -171,7 +171,7 @@ class Store:
 
     @functools.cached_property
     def _tokenizer(self) -> dict[str, dict[str, str]]:
-        """The tokenizer's digests at the first save, as metadata.
+        """The digests of the tokenizer's files at the first save, as metadata.
 
         The digests are computed once, because the run does not use files that change later.
         """
@@ -228,7 +228,12 @@ class Store:
         return self._restored(manifest, items, config, place)
 
     def verify(self, step: int) -> dict[str, int]:
-        """Reads and verifies all items of a step, one at a time; returns the number of arrays of each item."""
+        """Reads and verifies all items of a step, one at a time; returns the number of arrays of each item.
+
+        Raises:
+          Damaged: the step does not match its manifest.
+          UserError: the step cannot be read at the moment.
+        """
         manifest = self._manifest(step)
         arrays = manifest["arrays"]
         for name, expected in arrays.items():
@@ -248,7 +253,7 @@ class Store:
         return Restored(manifest["step"], items, config, manifest["metadata"], manifest["arrays"], place, is_former)
 
     def newest(self, expect: Expect | None, *, set_aside: bool = False) -> Restored | None:
-        """Returns the newest step that verifies, or None. Damaged steps are skipped.
+        """Returns the newest step that passes verification, or None; skips damaged steps.
 
         Args:
           expect: as for `restore`.

@@ -28,6 +28,6 @@ def shared_encoder(directory: str | Path) -> str:
 
 
 def report_own_encoder(directory: str | Path) -> None:
-    """Reports, for a run whose T5 shares an encoder, that the converted T5 has its own encoder."""
+    """Reports that a converted small T5 has its own encoder, if the small T5 of the run shares its encoder."""
     if shared_encoder(directory):
         note(f"{directory}: {STUDENT} is not converted; the converted T5 drafts with its own copy of the encoder")

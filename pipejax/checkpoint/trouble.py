@@ -15,7 +15,7 @@ from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
 from pipejax.system.files import digest_of
 
-# Raised if files of a step are missing, so that the step is damaged.
+# These exceptions mean that files of a step are missing, so the step is damaged.
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 # TensorStore's messages about a file's content. Other messages are about the call, such as the path.
 CONTENT = re.compile("NOT_FOUND|Error (reading|decoding)")
@@ -30,7 +30,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 @contextlib.contextmanager
 def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """A context for reading an item; converts exceptions to Damaged or UserError.
+    """Returns a context for reading an item, which converts exceptions to Damaged or UserError.
 
     Args:
       path: the item's directory.
@@ -57,7 +57,7 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
 
 
 def _is_temporary(error: BaseException, path: Path) -> bool:
-    """Whether an exception reports a temporary condition, so that the files may be good."""
+    """Returns whether an exception reports a temporary condition, so that the files may be good."""
     other_os_error = isinstance(error, OSError) and not isinstance(error, MISSING)
     return bool(PASSING.search(str(error).replace(str(path), ""))) or out_of_memory(error) or other_os_error
 
@@ -75,7 +75,7 @@ def _read_all(path: Path) -> None:
 
 
 def _is_about_content(error: BaseException) -> bool:
-    """Whether an exception is about the content of a file.
+    """Returns whether an exception is about the content of a file.
 
     Invalid JSON and invalid UTF-8 raise subclasses of ValueError; for a plain ValueError the message decides.
     """
@@ -105,7 +105,7 @@ def reason_of(error: BaseException) -> str:
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno)
-    # TensorStore quotes the names of these error numbers in its messages
+    # TensorStore quotes the texts of these error numbers in its messages.
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
         if any(os.strerror(number) in str(cause) for cause in _chain(error)):
             return os.strerror(number)
@@ -114,7 +114,7 @@ def reason_of(error: BaseException) -> str:
 
 def hush_stragglers() -> None:
     """Silences the tracebacks of arrays that Orbax abandons after another array could not be read or written."""
-    # Messages about coroutines that were abandoned before they began, by Orbax's names for the coroutines.
+    # These warnings are about coroutines that were abandoned before they began; the names are those of Orbax.
     names = "coroutine '.*(array|serialize|metadata|param_info).*' was never awaited"
     warnings.filterwarnings("ignore", names, RuntimeWarning)
     before, before_main = sys.unraisablehook, sys.excepthook
