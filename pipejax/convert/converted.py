@@ -68,7 +68,10 @@ def find_checkpoint(source: str | Path) -> Path:
 
 
 def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Path:
-    """Returns the cache directory for the conversion of a source, named by the content of all files that affect it."""
+    """Returns the cache directory for the conversion of a source.
+
+    A digest of all files that affect the conversion is a part of the directory's name.
+    """
     places = [(directory := locate(source, at_once=at_once), WHOLE)]
     if peft_adapters.is_adapter(directory):
         places = [(directory, ADAPTER), (locate(peft_adapters.base_of(directory), at_once=at_once), WHOLE)]
@@ -83,7 +86,11 @@ def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Pat
 
 
 def _digest_of_content(file: Path) -> str:
-    """Returns a SHA-256 of the file's content: the hub cache's own name for it, or of hashed pieces."""
+    """Returns a digest of a file's content, in 64 hexadecimal digits.
+
+    For a file in the hub's cache it is the file's name there, the SHA-256 of the content. For another file it is the
+    SHA-256 of the digests of its pieces.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     real = file.resolve()

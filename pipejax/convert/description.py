@@ -1,9 +1,10 @@
 """The files that the Hugging Face format has in addition to the weights.
 
 pipejax.json keeps a run's settings, and README.md shows how to decode. For a run that writes rows there is also
-custom_generate/generate.py, with which transformers decodes them: it is `rows_in_torch.py` with the run's settings.
+custom_generate/generate.py, with which transformers decodes the rows: `rows_in_torch.py` with the run's settings.
 
-pipejax.json contains only what decoding needs. It has no paths, and no sizes or ids, which config.json has.
+pipejax.json contains only the settings that decoding needs. It has no paths, and no sizes or ids, which are in
+config.json.
 """
 
 import argparse
@@ -94,7 +95,7 @@ def write_files(
     keys = " and ".join(f"decode.{key}" for key in of_rules)
     if keys and elsewhere:
         lines.append(f"{keys}: only pipejax decodes the rows of this directory with it; transformers ignores it")
-    elif keys and config.train.method != "none":  # then separators are exempt
+    elif keys and config.train.method != "none":  # pipejax exempts the separators of such a run
         by_row = config.decode.repetition_scope == "row"
         counts = "the tokens of separators" + (", and of the rows before the current one" if by_row else "")
         lines.append(f"{keys}: in transformers {counts} count as repeated tokens; in pipejax they do not")
@@ -110,7 +111,7 @@ def write_files(
 
 
 def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
-    """Returns the text of `rows_in_torch.py` with the settings of a run; None if its method is not supported."""
+    """Returns the text of `rows_in_torch.py` with the settings of a run; None if that file cannot decode the run."""
     settings = settings_in_torch(config, tokenizer=tokenizer is not None)
     if settings is None:
         return None
@@ -127,9 +128,9 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
 
 
 def settings_in_torch(config: Config, *, tokenizer: bool) -> InTorch | None:
-    """Returns the settings of `rows_in_torch.py`, or None if it cannot decode this run.
+    """Returns the settings of `rows_in_torch.py` for a run, or None if that file cannot decode the run.
 
-    It supports only T5's decoder, and names of rows only with a tokenizer.
+    `rows_in_torch.py` supports only T5's decoder, and names of rows only with a tokenizer.
     """
     settings, knows = methods.trained(config).in_torch, isinstance(config.model, T5Config)
     return None if settings is None or not knows or (settings["row_names"] and not tokenizer) else settings

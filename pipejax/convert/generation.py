@@ -20,7 +20,8 @@ from pipejax.system.strict_json import JsonObject
 FILE = "generation_config.json"
 IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 TOP_K = 50  # the default of `generate` for sampling
-# Settings that change an answer and have no equivalent here: always, when sampling, and with beams.
+# These settings change an answer and have no equivalent here: ALWAYS in every case, OF_DRAWS if `generate` samples, and
+# OF_BEAMS if it has beams.
 ALWAYS = (
     *("min_length", "min_new_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
     *("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "suppress_tokens"),
@@ -55,7 +56,7 @@ class Generation:
         return self.values.get("num_beams", 1)
 
     def followed(self) -> dict[str, tuple[str, object]]:
-        """Returns, by key, the equivalent key of `decode` and the value."""
+        """Returns the settings that have an equivalent: by key, the equivalent key of `decode` and the value for it."""
         values, found = self.values, dict[str, tuple[str, object]]()
         if "max_new_tokens" in values:
             found["max_new_tokens"] = "max_length", values["max_new_tokens"]
@@ -191,7 +192,7 @@ def only(value: object, where: str) -> object:
     """Returns the id, or the single id of a list.
 
     Raises:
-      UserError: the value is neither.
+      UserError: the value is a list without a single id.
     """
     found = value if isinstance(value, list) else [value]
     if len(found) != 1:
@@ -203,7 +204,7 @@ def several(value: object, where: str) -> list[object]:
     """Returns the ids of a list without duplicates, or the single id as a list.
 
     Raises:
-      UserError: the value is neither.
+      UserError: the value is an empty list.
     """
     if isinstance(value, list) and not value:
         raise UserError(where, found="an empty list", expected="at least one id")

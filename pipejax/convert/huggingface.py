@@ -321,7 +321,7 @@ def to_hf(
 def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
     """Raises a UserError unless the run's weights equal the base's, because the factors fit only the base's weights.
 
-    A base that is not a local directory is not compared, which is logged.
+    If the base is not a local directory, its weights are not compared, and a note says so.
     """
     if look(base_model) != "directory":
         note(f"{base_model}: not compared with the weights of the run, because it is not a directory")
@@ -355,7 +355,8 @@ def _scores_of(restored: Restored, file: Path) -> JsonObject:
 def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
     """Returns the config of a converted model.
 
-    It comes from pipejax.json of the adapter or the model, or else from the settings of transformers' `generate`.
+    The settings are those of pipejax.json in the directory of the adapter or of the model, or else those of
+    transformers' `generate`.
     """
     generate = generation.read_generation(directory, read_json(directory / "config.json"))
     read = (
@@ -377,9 +378,14 @@ def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None)
 
 
 def _fitting_tokenizer(copied: Path, model: Backbone, own: Path) -> Tokenizer:
-    """Copies the tokenizer from `own`, without sentinels for which the model has no embeddings.
+    """Returns the tokenizer in `copied`; removes sentinels for which the model has no embeddings from its files.
 
     T5's tokenizer class adds 100 sentinels unless the files set another number, even for MADLAD, which has none.
+
+    Args:
+      copied: the directory of the copied tokenizer files.
+      model: the architecture.
+      own: the directory that the files were copied from, for messages.
     """
     tokenizer, most = Tokenizer.load(copied, copy_of=own), model.vocab_size
     if tokenizer.size <= most:
@@ -407,7 +413,7 @@ def _without_sentinels(facts: JsonMapping) -> JsonObject:
         return not SENTINEL.fullmatch(str(piece))
 
     kept = dict(facts)
-    # A list of [piece, score].
+    # The vocabulary of a Unigram model is a list of [piece, score].
     if isinstance(model := facts.get("model"), dict) and isinstance(model.get("vocab"), list):
         kept["model"] = model | {"vocab": [pair for pair in model["vocab"] if is_kept(pair)]}
     for key in ("added_tokens", "additional_special_tokens", "extra_special_tokens"):

@@ -63,7 +63,7 @@ LONGEST, SECONDS = 2**16, 3  # limits for an adapter's regular expressions: char
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory is a PEFT adapter."""
+    """Returns whether a directory is a PEFT adapter."""
     return look(directory / CONFIG) == "file"
 
 
@@ -242,9 +242,13 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
 
 
 def _numbers(facts: Mapping[str, object], pattern: str, key: str, file: Path) -> tuple[str, dict[str, float]]:
-    """Returns a number by the patterns of module names that it applies to; the pattern "" is the default.
+    """Returns `pattern`, and a number for each pattern of module names; the pattern "" has the default.
 
-    `key` is the setting of the default, and `pattern` the one with the exceptions; it is returned as well.
+    Args:
+      facts: the settings of the adapter.
+      pattern: the setting with the exceptions, the numbers by pattern.
+      key: the setting with the default.
+      file: the file of the settings, for messages.
 
     Raises:
       UserError: a value is not a positive number.

@@ -74,7 +74,7 @@ class Settings(NamedTuple):
 
 
 class AnswerRows:
-    """The rows of one answer. Row i starts at time i * delay with bos; its j-th token is at j steps after that."""
+    """The rows of one answer. Row i starts at time i * delay with bos; its j-th token has the time i * delay + j."""
 
     def __init__(self, settings: Settings, bos: int, ends: list[int]) -> None:
         self.delay, self.time_max, self.sub_max, self.literal, self.unique, self.names, _ = settings
@@ -86,7 +86,7 @@ class AnswerRows:
         self.complete = self.done = False  # complete: no further row starts
 
     def is_open(self, i: int) -> bool:
-        """Whether a row has not ended."""
+        """Returns whether a row has not ended."""
         return not self.rows[i] or self.rows[i][-1] not in self.ends
 
     def query(self) -> list[tuple[int, int, int]]:
@@ -120,12 +120,12 @@ class AnswerRows:
         may_go_on = not (self.literal or self.complete or self.delay == 0 or len(self.rows) == self.sub_max)
         is_open = any(map(self.is_open, range(len(self.rows))))
         self.done = not is_open and not may_go_on
-        if not is_open and not self.done:  # skips to the next start, because steps without an open row need no decoder
+        if not is_open and not self.done:  # the time skips to the next start: no decoder is needed without an open row
             self.time = min(-(-self.time // self.delay) * self.delay, self.time_max)
         self.steps, self.done = self.time, self.done or self.time == self.time_max
 
     def runs_in_circles(self) -> bool:
-        """Whether two successive rows have ended with the same tokens as earlier rows."""
+        """Returns whether two successive rows have ended, each with the same tokens as an earlier row."""
         ended = [None if self.is_open(i) else row[:-1] for i, row in enumerate(self.rows)]
         repeated = [row is not None and row in ended[:i] for i, row in enumerate(ended)]
         return any(first and second for first, second in itertools.pairwise(repeated))
@@ -190,14 +190,14 @@ class CachedDecoder:
 
     @staticmethod
     def _heads(x: torch.Tensor, attention: torch.nn.Module) -> torch.Tensor:
-        """Reshapes [B, N, H * K] -> [B, H, N, K]."""
+        """Returns x [B, N, H * K] as [B, H, N, K]."""
         return x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2)
 
     def _attend(
         self, attention: torch.nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         """Returns the attended values of the states x [B, Q, D] over keys and values [B, H, C, K]."""
-        # T5 does not divide by the square root of the head size
+        # T5 does not divide the scores by the square root of the head size.
         scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias
         weights = scores.float().softmax(-1).to(values.dtype)
         return attention.o((weights @ values).transpose(1, 2).flatten(2))
@@ -244,7 +244,7 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
             continue
         plain = [x for x in (neutral.get(key), known.get(key), own.get(key) if key in OWN else None) if x is not None]
         is_nothing = value is None or (isinstance(value, list | tuple | dict) and not value)
-        # Keeps True apart from 1.
+        # The pair distinguishes True from 1.
         is_plain = isinstance(value, bool | int | float | str) and [isinstance(value, bool), value]
         if not is_nothing and is_plain not in [[isinstance(x, bool), x] for x in plain]:
             expected = repr(plain[0]) if plain else f"nothing; the settings are {', '.join(Settings._fields)}"
@@ -273,7 +273,7 @@ def ids_of(key: str, value: Any) -> Any:
 
 
 def is_start(tokens: Any, start: Any) -> bool:
-    """Whether the tokens [B, N] are only the start token."""
+    """Returns whether the tokens [B, N] are only the start token."""
     return torch.is_tensor(tokens) and tokens.shape[1:] == (1,) and bool((tokens == start).all())
 
 

@@ -71,7 +71,7 @@ class Stored:
         """Reads the tensor.
 
         Raises:
-          UserError: it cannot be read, or a value is not finite.
+          UserError: the tensor cannot be read, or one of its values is not finite.
         """
         try:
             array = self.fetch()
@@ -153,7 +153,7 @@ def check_finite(where: str, array: np.ndarray) -> None:
 
 
 def damaged(file: Path, expected: str, error: Exception) -> UserError:
-    """Returns the UserError for a file that cannot be read; names a placeholder, such as a git-LFS pointer."""
+    """Returns the UserError for a file that cannot be read; it names a placeholder, such as a git-LFS pointer."""
     found = stand_in(file) or f"a damaged file ({first_line(error)})"
     return UserError(file, found=found, expected=expected)
 
@@ -254,7 +254,7 @@ QUANTIZATION_FILES = (
 
 
 def find_quantization(directory: Path) -> str:
-    """Returns the place and the method of a directory's quantisation; "" if there is no sign of one."""
+    """Returns the place and, if config.json names it, the method of a directory's quantisation; "" without any."""
     for place, value in _quantization_settings(directory / "config.json"):
         if isinstance(value, dict):
             of_bits = any(key.startswith(("load_in_", "bnb_")) for key in value)
