@@ -39,7 +39,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.system.strict_json import JsonObject
 
-# a training run evaluates many times, but warns once
+# A training evaluates many times, but logs the same warning only once.
 _warn_once = functools.lru_cache(maxsize=64)(logging.getLogger(__name__).warning)
 
 
@@ -336,7 +336,10 @@ def examples_of(
 
 
 def use_data(generator: Generator, task: str | None, overrides: Sequence[str]) -> Sequence[str]:
-    """Sets the data of a generator's config; returns all settings that were changed. Arguments as in `examples_of`."""
+    """Sets the data of a generator's config; returns all settings that were set.
+
+    The arguments are as for `examples_of`.
+    """
     if task:  # the metric of the given task counts, not the metric of the checkpoint's task
         overrides = [f"data.task={task}", "data.metric=", *overrides]
     generator.config = config_lib.override(generator.config, overrides)
@@ -353,7 +356,7 @@ def _task_of(generator: Generator, checkpoint: str, split: str, overrides: Seque
       overrides: the settings of data that were given as KEY=VALUE.
 
     Raises:
-      UserError: there is no task, or no file for the split, or a file where the task has its own.
+      UserError: there is no task, the split has no file, or a file is given for a task that has its own data.
     """
     data = generator.config.data
     if data.task == "none":

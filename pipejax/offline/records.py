@@ -268,11 +268,11 @@ def write_table(lines: Path, target: str) -> None:
     lines.unlink()
 
 
-BESIDE = ("sample", "truncated", "log_prob")  # fields of a record that a table contains in addition to the columns
+BESIDE = ("sample", "truncated", "log_prob")  # fields that a table contains in addition to the id and the columns
 
 
 def _read(lines: Path) -> Iterator[Object]:
-    """Yields the rows of the table: whole records or, if records have columns, these and the fields in BESIDE."""
+    """Yields the rows of the table: whole records or, if records have columns, the id, columns and fields in BESIDE."""
     for _, record in read_file(lines):
         if isinstance(columns := record.get("columns"), dict):
             beside = {name: record[name] for name in BESIDE if name in record and name not in columns}

@@ -165,13 +165,14 @@ HASHED = {
 }
 
 
-FORMER = {"strategy": "--method"}  # present keys of notes, by those of older releases
+FORMER = {"strategy": "--method"}  # maps keys in notes of older releases to the present keys
 
 
 def settings_of(generator: Generator, method: str, sources: Sequence[Source]) -> Settings:
     """Returns the settings that the records depend on, by dotted key.
 
-    Batch sizes are not among them. Draft settings are only if records contain their trace (`decode.trace`).
+    Batch sizes are not among these settings. Settings of drafts are included only if records contain the trace of the
+    calls (`decode.trace`).
     """
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
