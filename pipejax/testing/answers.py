@@ -43,7 +43,10 @@ def compare_records(
       rules: changes of logits.
 
     Returns:
-      The number of compared answers. A UserError is raised if it is less than half of the sources.
+      The number of compared answers.
+
+    Raises:
+      UserError: a record differs from its recomputation, or fewer than half of the answers can be compared.
     """
     compared = 0
     for i, source in enumerate(given):
@@ -74,7 +77,7 @@ def compare_records(
 def expected_record(
     model: Backbone, params: Tree, method: Method, source: Source, rules: Sequence[Rule] = ()
 ) -> tuple[dict[str, Any], bool]:
-    """The fields of a source's record by full recomputation, and whether rounding cannot change them."""
+    """Computes the fields of a source's record by full recomputation, and whether rounding cannot change them."""
     strategy, words = method.strategy(Ids.of(model)), make_task(DataConfig(task="demo")).tokenizer()
     known = decoding_options.row_prefix_ids(source, method, words, model.end_token_ids)
     forced, content = decoding_options.forced_of(known, strategy), [int(x) for x in source.content]
@@ -101,7 +104,7 @@ def expected_record(
 
 
 def _is_near(found: Any, expected: Any) -> bool:
-    """Whether two values of records are equal, numbers with a point up to rounding."""
+    """Returns whether two values of records are equal, floats up to rounding."""
     here, there = (jax.tree.flatten(x) for x in (found, expected))
     near = zip(here[0], there[0], strict=False)
     return str(here[1]) == str(there[1]) and all(
@@ -116,7 +119,7 @@ def stream(
     rules: tuple[Rule, ...] = (),
     strategy: Strategy | None = None,
 ) -> list[Any]:
-    """The records of sources that are decoded in a running batch of two places, read token by token.
+    """Decodes sources in a running batch of two places, reads the answers token by token, and returns their records.
 
     Args:
       generator: the generator.

@@ -1,6 +1,6 @@
 """Checks custom backbones by the rules of a table, with random weights.
 
-All rules use one batch, `Scene`: two sources of different lengths, one of them longer than 16 tokens, and two
+All rules use one batch, `Scene`: two sources of different lengths, both longer than 16 tokens, and two
 targets on the grid, one of them with positions and distances beyond 64. Shapes as in `pipejax.model.t5`.
 """
 
@@ -98,7 +98,7 @@ class BackboneCase:
 
     @cached_property
     def scene(self) -> Scene:
-        """The batch."""
+        """The batch that all rules use."""
         rng, (row, time) = np.random.default_rng(2), self.coordinates
         source = np.asarray([draw_ids(rng, self.config, LONGEST, least=LONGEST) for _ in LENGTHS], np.int32)
         tokens = np.zeros(row.shape, np.int32)
@@ -110,12 +110,12 @@ class BackboneCase:
         return Scene(source, real, tokens, mask, np.where(row >= 0, grid.position(row, time), 0).astype(np.int32))
 
     def real_slots(self, x: Any) -> np.ndarray:
-        """The entries [.., V] of an array [2, N, V] at slots that are not padding."""
+        """Returns the entries [.., V] of an array [2, N, V] at slots that are not padding."""
         found: np.ndarray = np.asarray(x)[self.coordinates[0] >= 0]
         return found
 
     def logits_of(self, scene: Scene, **options: Any) -> np.ndarray:
-        """f32 [n, V], the logits of the slots that are not padding, by a module with other options."""
+        """Returns f32 [n, V], the logits of a module with these options at the slots that are not padding."""
         return self.real_slots(teacher_forced(self.config.module(**options), self.params, *scene))
 
     @cached_property
@@ -196,7 +196,7 @@ def _check_dtypes(case: BackboneCase) -> None:
 
 
 def _check_padding(case: BackboneCase) -> None:
-    """Changes the ids in the padding of sources."""
+    """Changes the ids in the padding of sources, which must not change the logits."""
     source = np.where(case.scene.real, case.scene.source, Ids.of(case.config).bos)
     case.expect_same("the padding of a source", case.logits_of(case.scene._replace(source=source)))
 
@@ -227,7 +227,7 @@ def _check_sight(case: BackboneCase) -> None:
 
 
 def _check_order(case: BackboneCase) -> None:
-    """Reverses the order of the slots, which must not matter."""
+    """Reverses the order of the slots, which must not change their logits."""
     scene = case.scene
     turned = scene._replace(
         tokens=scene.tokens[:, ::-1], mask=scene.mask[:, ::-1, ::-1], position=scene.position[:, ::-1]
@@ -237,14 +237,14 @@ def _check_order(case: BackboneCase) -> None:
 
 
 def _check_positions(case: BackboneCase) -> None:
-    """Shifts all positions, if the backbone is relative."""
+    """Shifts all positions, which must not change the logits, if the backbone is relative."""
     for shift in SHIFTS if case.config.is_relative else ():
         moved = case.scene._replace(position=case.scene.position + np.int32(shift))
         case.expect_same(f"positions that all lie {shift} farther", case.logits_of(moved))
 
 
 def _check_packing(case: BackboneCase) -> None:
-    """Packs both targets into one sequence, each with its own source, and compares with the batch."""
+    """Packs both targets into one sequence, each with its own source, which must not change their logits."""
     scene, size = case.scene, case.scene.tokens.shape[1]
     example = np.repeat([0, 1], size)
     mask = np.zeros((1, 2 * size, 2 * size), bool)
@@ -282,7 +282,7 @@ def _check_bfloat16(case: BackboneCase) -> None:
 
 
 def _loss_and_gradient(case: BackboneCase, **options: Any) -> Any:
-    """The compiled function from parameters to the mean loss of random targets and its gradient."""
+    """Returns the compiled function from parameters to the mean loss of random targets and its gradient."""
     own, rng, module = case.coordinates[0] >= 0, np.random.default_rng(3), case.config.module(**options)
     targets = rng.integers(0, case.config.vocab_size, own.shape).astype(np.int32)
 
@@ -295,7 +295,10 @@ def _loss_and_gradient(case: BackboneCase, **options: Any) -> Any:
 
 
 def _check_gradient(case: BackboneCase) -> None:
-    """Compares the gradient of each parameter with differences of the loss along it, or along a random direction."""
+    """Compares the gradient of each parameter with the slope of the loss, measured by a difference quotient.
+
+    The slope is taken along the gradient, or along a random direction if the gradient is 0.
+    """
     function, rng = case.loss_and_gradient, np.random.default_rng(4)
     gradient, flat = (flatten_dict(x, sep="/") for x in (function(case.params)[1], case.params))
     for path, own in gradient.items():
@@ -311,7 +314,7 @@ def _check_gradient(case: BackboneCase) -> None:
 
 
 def _check_remat(case: BackboneCase) -> None:
-    """Compares loss and gradient with each value of `train.remat`."""
+    """Requires the same loss and gradient with each value of `train.remat`."""
     loss, gradient = case.loss_and_gradient(case.params)
     for remat in ("layers", "dots"):
         other = _loss_and_gradient(case, remat=remat)(case.params)
@@ -326,7 +329,7 @@ def _check_remat(case: BackboneCase) -> None:
 
 
 def _check_dropout(case: BackboneCase) -> None:
-    """Compares logits of a module with dropout: off, on, and on with `train.remat`."""
+    """Requires that dropout changes logits only if it is on, and equally with each value of `train.remat`."""
     case.expect_same("dropout that is off", case.logits_of(case.scene, dropout=RATE))
     keys = {name: jax.random.key(i) for i, name in enumerate(("dropout", STREAM))}
     found = []
@@ -341,7 +344,10 @@ def _check_dropout(case: BackboneCase) -> None:
 
 
 def _check_steps(case: BackboneCase) -> None:
-    """Feeds the slots by steps, and compares with the teacher-forced pass; then with undone steps in between."""
+    """Feeds the slots by steps, and compares the logits with those of the teacher-forced pass.
+
+    The slots are fed twice: by steps alone, and by steps each of which repeats a step that was undone.
+    """
     scene, module, size = case.scene, case.config.module(), case.scene.tokens.shape[1]
     starts = np.asarray(
         [0, CHUNK], np.int32
@@ -379,7 +385,11 @@ def _check_steps(case: BackboneCase) -> None:
 
 
 def compare_answers(case: BackboneCase) -> int:
-    """Decodes sources of up to 12 and up to 40 tokens, and compares the records with their recomputation."""
+    """Decodes sources of up to 12 and up to 40 tokens, and compares the records with their recomputation.
+
+    Returns:
+      The number of compared answers.
+    """
     bounds, rng = GridConfig(delay=2, time_max=14, sub_max=4), np.random.default_rng(0)
     generator = Generator(Config(model=case.config, grid=bounds, decode=DecodeConfig(scores=True)), case.params, None)
     method, end = methods.PipelinedMethod(bounds), case.config.eos_token_id
@@ -391,7 +401,7 @@ def compare_answers(case: BackboneCase) -> int:
 
 
 def _with(x: np.ndarray, place: tuple[int, ...], value: int) -> np.ndarray:
-    """A copy of an array with another value at a place."""
+    """Returns a copy of an array with another value at a place."""
     changed = x.copy()
     changed[place] = value
     return changed

@@ -29,14 +29,14 @@ SETTINGS: tuple[tuple[int | None, str, tuple[str, ...]], ...] = (
 def check_drafter(drafter: Drafter, *, model: Backbone = TOY, parameters: Tree = None, sources: int = 8) -> str:
     """Checks a drafter: its members and shapes, and that its drafts change no answer.
 
-    Answers are written with its drafts by the pipelined decoder with delays of 0 to 3 and with both stops, and by the
-    sequential decoder; alone, in a batch, and in a batch whose sources come and go, as in a server. They are compared
-    with a full recomputation without drafts.
+    The pipelined decoder with delays of 0 to 3 and with both stops, and the sequential decoder, write answers with the
+    drafter's drafts. They decode sources in a batch and, with some of these settings, one source alone or a batch whose
+    sources come and go, as in a server. The answers are compared with a full recomputation without drafts.
 
     Args:
       drafter: the drafter.
       model: the backbone, if the drafter needs another one than the toy.
-      parameters: the drafter's parameters, if it wants some, as its `load` returns them.
+      parameters: the drafter's parameters, in the form that its `load` returns; None: the drafter has none.
       sources: the number of random sources to decode.
 
     Returns:

@@ -27,12 +27,12 @@ class Zeros(NamedTuple):
     file: Path = Path("model.safetensors")
 
     def read(self) -> np.ndarray:
-        """Zeros of the shape."""
+        """Returns zeros of the shape."""
         return np.zeros(self.shape, np.float32)
 
 
 def check_facts(config: Backbone) -> None:
-    """Writes config.json for the backbone and for others with another value of a field, and reads it again."""
+    """Requires that a config.json keeps each field of the backbone, and of its `variants`."""
     for field, other in variants(config):
         try:
             facts = strict_json.loads(json.dumps(other.facts()))
@@ -48,7 +48,9 @@ def check_facts(config: Backbone) -> None:
 
 
 def variants(config: Backbone) -> Iterator[tuple[str, Any]]:
-    """The backbone itself, then for each field of numbers, flags or choices a legal backbone with another value of it.
+    """Yields the backbone itself, then legal backbones that differ from it in one field.
+
+    There is one such backbone for each field of numbers, flags or choices for which another legal value is found.
 
     Yields:
       The name of the changed field ("" for the backbone itself), and the backbone.
@@ -67,7 +69,7 @@ def variants(config: Backbone) -> Iterator[tuple[str, Any]]:
 
 
 def _others(value: Any, choices: tuple[str, ...]) -> list[Any]:
-    """Other values of a field."""
+    """Returns other values of a field."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -78,20 +80,20 @@ def _others(value: Any, choices: tuple[str, ...]) -> list[Any]:
 
 
 def _params(config: Any) -> dict[str, np.ndarray]:
-    """Parameters of zeros, by path."""
+    """Returns parameters of zeros, by path."""
     sizes = {letter: size for letter, (_, size) in config.sizes().items()}
     return {path: np.zeros([sizes[x] for x in axes], np.float32) for path, (_, axes) in config.tensors().items()}
 
 
 def _is_written_alike(config: Any) -> bool:
-    """Whether config.json describes this backbone, and not only an equivalent one."""
+    """Returns whether config.json describes this backbone, and not only an equivalent one."""
     with contextlib.redirect_stderr(io.StringIO()):  # notes about the conversion
         found: bool = config.written(_params(config)) == config
     return found
 
 
 def _read(config: Any, facts: dict[str, Any]) -> Any:
-    """The backbone that is read from a config.json and the names and shapes of the tensors."""
+    """Returns the backbone that is read from a config.json and the names and shapes of the tensors."""
     values = type(config).read_facts(facts) | {name: getattr(config, name) for name in IDS if hasattr(config, name)}
     for field in dataclasses.fields(config):
         if field.default is field.default_factory is dataclasses.MISSING and field.name not in values:

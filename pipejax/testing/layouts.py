@@ -68,7 +68,7 @@ class Layout:
         return decoding_options.forced_of(known, self.strategy)
 
     def is_forced(self, cell: Cell) -> bool:
-        """Whether decoding forces the token that is generated at a slot."""
+        """Returns whether decoding forces the token that is generated at a slot."""
         return self.forced is not None and bool(self.forced[cell[0], cell[1]] >= 0)
 
     @cached_property
@@ -79,7 +79,7 @@ class Layout:
         return jax.eval_shape(lambda: self.strategy.query(self.strategy.init(1))[1]).lineage is not None
 
     def key(self, history: History, slot: int) -> Key:
-        """The key of a slot. A slot of training and a slot of decoding correspond if their keys are equal."""
+        """Returns the key of a slot. A slot of training and a slot of decoding correspond if their keys are equal."""
         return history.context(slot) if self.has_lineages else history.cells[slot][:2]
 
     @cached_property
@@ -97,7 +97,11 @@ class Layout:
         return found
 
     def is_written(self, key: Key, last: int) -> bool:
-        """Whether a slot is part of an answer: in the rows up to `last`, or after the target tokens of a branch."""
+        """Returns whether a slot is part of an answer.
+
+        A slot without a lineage is part of the answer if its row is at most `last`. A slot with a lineage is part of
+        the answer if it is the first slot, or if its token is a target token of the slot before it.
+        """
         if not self.has_lineages:
             return bool(key[0] <= last)
         before = tuple(sorted((distance - 1, token) for distance, token in key if distance))
@@ -158,7 +162,7 @@ class Layout:
         return self.read_of(self.course[1])
 
     def read_of(self, decoded: Decoded) -> list[str]:
-        """The rows that `Method.read` returns for a decoded example."""
+        """Returns the rows that `Method.read` returns for a decoded example."""
         tokens, lengths = decoded.tokens[0], decoded.lengths[0].tolist()
         texts = [self.words.decode(tokens[row, : lengths[row]]) for row in self.method.order(lengths)]
         return self.method.read(texts, " ; ")[1]

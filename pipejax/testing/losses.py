@@ -55,7 +55,7 @@ def measure(method: Method, slots: Slots) -> Losses:
 
 
 def _measure(loss: Callable[..., tuple[jax.Array, jax.Array]], slots: Slots, padded: Slots) -> Losses:
-    """See `measure`; traced."""
+    """Computes the losses of `measure`. JAX traces this function."""
 
     def halved(axis: int) -> jax.Array:
         halves = zip(*(jnp.split(x, 2, axis=axis) for x in slots), strict=True)
@@ -70,7 +70,10 @@ def _measure(loss: Callable[..., tuple[jax.Array, jax.Array]], slots: Slots, pad
 
 
 def random_slots(method: Method, vocabulary: int) -> Slots:
-    """Random logits and distinct random targets, with weights of 1, and of 0 at a slot of each row and at an end."""
+    """Returns random logits and distinct random targets.
+
+    The weights are 0 at one slot of each sequence and at the end of one sequence, and 1 at all other slots.
+    """
     rng, choices = np.random.default_rng(0), method.choices or 1
     logits = rng.standard_normal((GROUPS, SLOTS, vocabulary)).astype(np.float32)
     targets = rng.permuted(np.tile(np.arange(vocabulary), (GROUPS, SLOTS, 1)), axis=2)[..., :choices].astype(np.int32)
@@ -80,7 +83,7 @@ def random_slots(method: Method, vocabulary: int) -> Slots:
 
 
 def _with_other_padding(slots: Slots) -> Slots:
-    """The slots with other logits and targets where the weight is 0."""
+    """Returns the slots with other logits and targets where the weight is 0."""
     is_padding = slots.weights.reshape(GROUPS, SLOTS, -1).max(axis=2) == 0
     logits, targets = slots.logits.copy(), slots.targets.copy()
     logits[is_padding] += 3.0 * np.arange(logits.shape[2]) / logits.shape[2]

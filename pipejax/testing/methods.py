@@ -67,7 +67,7 @@ class MethodCase:
         return [self.layout(rows, f"target {i}") for i, rows in enumerate(texts)]
 
     def layout(self, rows: Sequence[str], where: str, most: int = MOST) -> Layout:
-        """The layout of a target of at most `most` tokens."""
+        """Returns the layout of a target of at most `most` tokens."""
         return Layout(self.method, self.strategy, tuple(rows), self.ids, self.words, self.model.vocab_size, most, where)
 
     @cached_property
@@ -87,13 +87,13 @@ class MethodCase:
 
     @cached_property
     def generator(self) -> Generator:
-        """Decodes with the random parameters, and returns scores if the method has them."""
+        """A generator with the random parameters. It returns scores if the method has the ability "score"."""
         decode = DecodeConfig(scores="score" in self.method.can)
         return Generator(Config(model=self.model, method=self.method, decode=decode), self.params, self.words)
 
     @cached_property
     def records(self) -> list[Any]:
-        """Random sources of mixed lengths, then some with prefixes if the method has this ability."""
+        """Random sources of mixed lengths, then sources with prefixes if the method supports prefixes."""
         rng = np.random.default_rng(1)
         plain = [{"source_ids": [*draw_ids(rng, self.model, SHORT - 1), self.ids.eos]} for _ in range(self.sources)]
         return plain + [
@@ -158,7 +158,7 @@ def _check_stop(case: MethodCase) -> None:
 
 
 def _check_stable(case: MethodCase) -> None:
-    """Lays every target out again, in another order, and compares."""
+    """Requires the same layouts if all targets are laid out again, in another order."""
     first = [layout.target for layout in case.layouts]
     for layout, target in reversed([*zip(case.layouts, first, strict=True)]):
         again, rows = case.layout(layout.rows, layout.where).target, layout.rows
@@ -171,7 +171,7 @@ def _check_stable(case: MethodCase) -> None:
 
 
 def _check_learned_settings(case: MethodCase) -> None:
-    """Lays targets out with another value of each number or flag among the method's fields.
+    """Requires that `learned` has each number or flag among the method's fields that changes the layout of a target.
 
     Cut targets are left out, since settings that only limit answers may cut them elsewhere. Values that the class does
     not accept are left out, too.
@@ -238,7 +238,7 @@ def _check_truncated(case: MethodCase) -> None:
 
 
 def _check_layouts(case: MethodCase) -> None:
-    """See `layouts.check_seen`. At least one target must be decoded whole."""
+    """See `layouts.check_places` and `layouts.check_seen`. At least one target must be decoded whole."""
     for layout in case.layouts:
         layouts.check_places(layout)
         layouts.check_seen(layout)

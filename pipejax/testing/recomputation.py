@@ -33,13 +33,13 @@ class GivenQueries(Queries):
     """Queries with given prefixes and rows above, for which nothing has to be computed."""
 
     def __init__(self, example: ArrayLike, row: ArrayLike, time: ArrayLike, known: Sequence[ArrayLike]) -> None:
-        """Describes the queries; `known` are `prefix`, `length`, `above` and `above_length`."""
+        """Stores the queries; `known` contains `prefix`, `length`, `above` and `above_length`."""
         self.example, self.row, self.time = (jnp.asarray(x, jnp.int32) for x in (example, row, time))
         self._known = tuple(jnp.asarray(x, jnp.int32) for x in known)
 
     @classmethod
     def of_slot(cls, strategy: Strategy, row: int, time: int, fed: Sequence[Cell]) -> "GivenQueries":
-        """The query at a row and time, from the row, time and token of all fed slots."""
+        """Returns the query at a row and time, from the row, time and token of all fed slots."""
         rows, width = strategy.places
         known, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for r, t, token in sorted(fed):
@@ -98,7 +98,7 @@ class History:
         self.is_kept[len(self.cells) - int(live.sum()) :] = np.asarray(kept)[0][live].tolist()
 
     def seen_by(self, queries: Sequence[int]) -> np.ndarray:
-        """bool [n, slots], the slots that each of the given slots sees."""
+        """Returns bool [n, slots], the slots that each of the given slots sees."""
         if not self.cells:
             return np.zeros((len(queries), 0), bool)
         row, time, _ = np.asarray(self.cells).T
@@ -111,17 +111,23 @@ class History:
         return found & np.asarray(self.is_kept)
 
     def position(self, slot: int) -> int:
-        """The position of a slot. For a slot with a lineage only the time counts, as its tokens are in several rows."""
+        """Returns the position of a slot.
+
+        The position of a slot with a lineage is its time, since the tokens that it sees are in several rows.
+        """
         row, time, _ = self.cells[slot]
         return time if self.lineages[slot] is not None else int(self.strategy.position(row, time))
 
     def query(self, slot: int) -> GivenQueries:
-        """The query of a slot, as a rule on logits receives it."""
+        """Returns the query of a slot, as a rule on logits receives it."""
         fed = [cell for cell, kept in zip(self.cells, self.is_kept, strict=True) if kept]
         return GivenQueries.of_slot(self.strategy, *self.cells[slot][:2], fed)
 
     def context(self, query: int) -> tuple[tuple[int, int], ...]:
-        """The distance and the token of each slot that a slot sees: all that a model with relative positions sees."""
+        """Returns the distance and the token of each slot that a slot sees.
+
+        A model with relative positions sees nothing else of the answer.
+        """
         here = self.position(query)
         keys = np.flatnonzero(self.seen_by([query])[0]).tolist()
         return tuple(sorted((here - self.position(key), self.cells[key][2]) for key in keys))
@@ -233,7 +239,7 @@ def recompute(
 
 
 def choose(strategy: Strategy, logits: np.ndarray) -> Tree:
-    """The arrays [n, ...] that a strategy chooses from the logits f32 [n, V] of n queries; NumPy arrays."""
+    """Returns the arrays [n, ...] that a strategy chooses from the logits f32 [n, V] of n queries; NumPy arrays."""
     size = 1 << max(len(logits) - 1, strategy.most_queries - 1).bit_length()  # few sizes, since each is compiled
     padded = np.zeros((logits.shape[1], size), np.float32)
     padded[:, : len(logits)] = logits.T
@@ -249,13 +255,13 @@ def _choose(strategy: Strategy, logits: Any) -> Tree:
 
 
 def _same_numbers(one: Tree, other: Tree) -> bool:
-    """Whether the whole numbers and flags of two trees are equal; other numbers may differ by rounding."""
+    """Returns whether the whole numbers and flags of two trees are equal; other numbers may differ by rounding."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs if np.asarray(a).dtype.kind in "bi")
 
 
 def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
-    """Random parameters with which greedy answers vary.
+    """Returns random parameters with which greedy answers vary.
 
     With the negative scale of the decoder's last norm, a token makes its own repetition unlikely. The embedding of
     `eos` is scaled by 1.5, so that it is generated more often.
@@ -280,22 +286,25 @@ def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`jax.jit` for a program that runs a few times: on a CPU, less optimisation halves the time of compiling."""
+    """Returns a function compiled by `jax.jit`, for a program that runs only a few times.
+
+    On a CPU, the program is optimised less, which halves the time of compiling.
+    """
     quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=quickly)
 
 
 def teacher_forced(module: Any, params: Tree, *given: Any) -> Any:
-    """The teacher-forced logits of a module; compiled once for each module and shape."""
+    """Returns the teacher-forced logits of a module. The program is compiled once for each module and shape."""
     return _program_of(module)({"params": params}, *given)
 
 
 @functools.lru_cache(maxsize=64)
 def _program_of(module: Any) -> Any:
-    """The compiled call of a module."""
+    """Returns the compiled call of a module."""
     return compiled(module.apply)
 
 
 def draw_ids(rng: np.random.Generator, model: Backbone, most: int, least: int = 1) -> list[int]:
-    """A random number of ids of words, from `least` to `most`, without ids that a method may use for itself."""
+    """Returns `least` to `most` random ids of words, without ids that a method may use for itself."""
     return rng.integers(5, min(model.vocab_size, 58) - 4, rng.integers(least, most + 1)).tolist()

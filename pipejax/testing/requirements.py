@@ -27,7 +27,7 @@ def check_all(requirements: Iterable[Requirement[Case]], case: Case) -> None:
 
 
 def check_one(requirement: Requirement[Case], case: Case) -> None:
-    """Checks a rule. Raises a UserError that ends with the name of the rule if the piece breaks it."""
+    """Checks a rule. Raises a UserError that ends with the name of the rule if the piece breaks the rule."""
     try:
         requirement.check(case)
     except UserError as error:

@@ -86,7 +86,7 @@ def _check_apply(rule: Rule, rng: np.random.Generator) -> None:
     state, places = rule.init(EXAMPLES, ROWS), np.arange(WIDTH)
 
     def queries(order: np.ndarray, rest: int = 0, example: np.ndarray = example) -> GivenQueries:
-        """The queries in an order, with the token `rest` at places that they do not see.
+        """Returns the queries in an order, with the token `rest` at places that they do not see.
 
         `example`: the number of each query's example.
         """

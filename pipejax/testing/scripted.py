@@ -34,7 +34,7 @@ class Answers(NamedTuple):
 
 
 def of_example(strategy: Strategy, decoded: Decoded, example: int = 0) -> Answers:
-    """The answer of one example of a decoded batch."""
+    """Returns the answer of one example of a decoded batch."""
     tokens, lengths = decoded.tokens[example], decoded.lengths[example]
     rows = [row[:n].tolist() for row, n in zip(tokens, lengths.tolist(), strict=True)]
     calls = int(np.asarray(strategy.calls(decoded))[example])
@@ -42,7 +42,7 @@ def of_example(strategy: Strategy, decoded: Decoded, example: int = 0) -> Answer
 
 
 def chosen(strategy: Strategy, rights: Rights, vocabulary: int) -> Tree:
-    """The argument of `Stepper.advance` [n, ...], from logits in which only the tokens in `rights` are likely."""
+    """Returns the argument [n, ...] of `Stepper.advance` for logits in which only the tokens of `rights` are likely."""
     if strategy.choose is None:
         return np.asarray([right[0] for right in rights], np.int32)
     logits = np.full((len(rights), vocabulary), -10.0, np.float32)
@@ -61,7 +61,10 @@ def follow_script(strategy: Strategy, script: Script, vocabulary: int) -> tuple[
 
 
 def random_script(strategy: Strategy, seed: int, share: float, vocabulary: int) -> Script:
-    """A script of random tokens, in which an end token has the probability `share`; a row may be long or empty."""
+    """Returns a script of random tokens, in which an end token has the probability `share`.
+
+    A row of the script may be long or empty.
+    """
     rng, ends = np.random.default_rng(seed), ends_of(strategy)
     words = [token for token in range(3, vocabulary) if token not in ends]
     known = dict[tuple[int, int], int]()
@@ -76,7 +79,10 @@ def random_script(strategy: Strategy, seed: int, share: float, vocabulary: int) 
 
 
 def rules_of(strategy: Strategy) -> Rows | None:
-    """The rules of Algorithm 1 whose answers a strategy gives; None if it has other rows or overrides their steps."""
+    """Returns the rules of Algorithm 1 whose answers a strategy gives.
+
+    The result is None if the strategy has other rows, or overrides their steps.
+    """
     if not hasattr(strategy, "on_grid"):
         return None
     try:
@@ -86,10 +92,10 @@ def rules_of(strategy: Strategy) -> Rows | None:
 
 
 def algorithm_1(rules: Rows, script: Script) -> Answers:
-    """Algorithm 1 of the paper (section 3.4) with a script, token by token in plain Python.
+    """Runs Algorithm 1 of the paper (section 3.4) with a script, token by token in plain Python.
 
     Without `literal`, no row starts after an empty one, and decoding stops when no more rows can start and all rows
-    have ended. With `unique`, no row starts either once two neighbouring rows repeat rows above them.
+    have ended. With `unique`, no row starts after two neighbouring rows that repeat rows above them, either.
     """
     ends, rows, calls, steps = ends_of(rules), list[list[int]](), 0, 0
     is_over = is_complete = False
@@ -123,7 +129,7 @@ def algorithm_1(rules: Rows, script: Script) -> Answers:
 
 
 def _is_circle(rows: Sequence[Sequence[int]], has_ended: Sequence[bool]) -> bool:
-    """Whether two neighbouring rows have ended, and each of them equals a row above it."""
+    """Returns whether two neighbouring rows have ended, and each of them equals a row above it."""
     same = [
         ended and any(has_ended[k] and rows[k][:-1] == row[:-1] for k in range(i))
         for i, (row, ended) in enumerate(zip(rows, has_ended, strict=True))
