@@ -103,7 +103,7 @@ FEED_FORWARD = (
 
 
 def attention(ours: str, theirs: str, source: str) -> tuple[tuple[str, str, str], ...]:
-    """The entries of an attention sublayer: path within a layer, name in Hugging Face's files, and axes.
+    """Returns the entries of an attention sublayer: path within a layer, name in Hugging Face's files, and axes.
 
     Args:
       ours: the name of the sublayer in paths.
@@ -136,15 +136,15 @@ class GemmaStack:
     full_rope_factor: float = setting(1.0, above=0.0)  # divisor of the positions in layers with full attention
 
     def is_full(self, layer: int) -> bool:
-        """Whether a layer has full attention, and not a sliding window."""
+        """Returns whether a layer has full attention, and not a sliding window."""
         return (layer + 1) % self.full_every == 0
 
     def layer_types(self, depth: int) -> list[str]:
-        """The value of layer_types in config.json for `depth` layers."""
+        """Returns the value of layer_types in config.json for `depth` layers."""
         return [LAYER_TYPES[self.is_full(i)] for i in range(depth)]
 
     def own(self, layer: int, window: tuple[int, int]) -> Own:
-        """The values in which a layer differs from others.
+        """Returns the values in which a layer differs from others.
 
         Args:
           layer: the number of the layer.
@@ -158,7 +158,7 @@ class GemmaStack:
 
 
 def rotate(x: Array, position: Array, frequencies: Array) -> Array:
-    """Rotary positions (Su et al. 2021): rotates the pairs (x[i], x[i + K / 2]) by angles proportional to positions.
+    """Rotates the pairs (x[i], x[i + K / 2]) by angles proportional to positions (rotary positions, Su et al. 2021).
 
     Args:
       x: [B, H, L, K].
@@ -172,12 +172,12 @@ def rotate(x: Array, position: Array, frequencies: Array) -> Array:
 
 
 def cap(x: Array, most: float) -> Array:
-    """The soft cap most * tanh(x / most), which keeps magnitudes below `most`; 0: x without changes."""
+    """Returns most * tanh(x / most), a soft cap that keeps magnitudes below `most`; if `most` is 0, returns x."""
     return most * jnp.tanh(x / most) if most else x
 
 
 def near(seen: Seen, own: Own) -> Array:
-    """bool [B, Q, C], the mask restricted to the layer's window of positions."""
+    """Returns bool [B, Q, C], the mask restricted to the layer's window of positions."""
     (mask, query, key), (left, right, _) = seen, own
     back = query[:, :, None] - key[:, None]
     return mask & (back < left) & (-back < right)
@@ -207,11 +207,11 @@ class Sublayer(nn.Module):
         self.drop = Dropout(self.dropout)
 
     def dense(self, inputs: int, outputs: int) -> Linear:
-        """A projection from `inputs` to `outputs` numbers."""
+        """Returns a projection from `inputs` to `outputs` numbers."""
         return Linear(outputs, self.dtype, normal(inputs**-0.5))
 
     def add(self, x: Array, found: Array, deterministic: bool) -> Array:
-        """The residual x plus the normalised output of the sublayer, after dropout."""
+        """Returns the residual x plus the normalised output of the sublayer, after dropout."""
         return x + self.drop(self.post_norm(found), deterministic=deterministic)
 
 
@@ -230,15 +230,15 @@ class GemmaAttention(Sublayer):
         return x.reshape(*x.shape[:2], -1, self.stack.head_dim).swapaxes(1, 2)
 
     def queries(self, normed: Array) -> Array:
-        """The queries [B, H, Q, K] of normalised states [B, Q, D]."""
+        """Returns the queries [B, H, Q, K] of normalised states [B, Q, D]."""
         return self.heads(self.query(normed))
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
-        """The keys and values [B, G, L, K] of normalised or encoded states [B, L, D]."""
+        """Returns the keys and values [B, G, L, K] of normalised or encoded states [B, L, D]."""
         return self.heads(self.key(x)), self.heads(self.value(x))
 
     def turned(self, x: Array, position: Array, frequencies: Array) -> tuple[Array, Array, Array]:
-        """The queries, keys and values of self-attention, with queries and keys rotated.
+        """Returns the queries, keys and values of self-attention, with queries and keys rotated.
 
         Args:
           x: [B, L, D], not yet normalised.
@@ -250,7 +250,7 @@ class GemmaAttention(Sublayer):
         return rotate(self.queries(normed), position, frequencies), rotate(keys, position, frequencies), values
 
     def attend(self, x: Array, queries: Array, keys: Array, values: Array, mask: Array, deterministic: bool) -> Array:
-        """The residual x plus the output of attention, [B, Q, D].
+        """Returns the residual x plus the output of attention, [B, Q, D].
 
         Args:
           x: [B, Q, D], the input of the sublayer.
@@ -278,14 +278,14 @@ class GemmaFeedForward(Sublayer):
         self.wi_0, self.wi_1, self.wo = self.dense(width, inner), self.dense(width, inner), self.dense(inner, width)
 
     def __call__(self, x: Array, deterministic: bool) -> Array:
-        """The residual x plus the output of the network, [B, L, D]."""
+        """Returns the residual x plus the output of the network, [B, L, D]."""
         normed = self.norm(x)
         hidden = nn.gelu(self.wi_0(normed), approximate=True) * self.wi_1(normed)
         return self.add(x, self.wo(self.drop(hidden, deterministic=deterministic)), deterministic)
 
 
 class GemmaEncoderLayer(nn.Module):
-    """Self-attention, then feed-forward."""
+    """A layer of the encoder: self-attention, then feed-forward."""
 
     config: "T5GemmaConfig"
     dtype: DTypeLike
@@ -303,7 +303,10 @@ class GemmaEncoderLayer(nn.Module):
 
 
 class GemmaDecoderLayer(nn.Module):
-    """Self-attention, cross-attention without rotary positions and windows, feed-forward; see `t5.DecoderLayer`."""
+    """A layer of the decoder: self-attention, cross-attention, then feed-forward; see `t5.DecoderLayer`.
+
+    Cross-attention has no rotary positions and no windows.
+    """
 
     config: "T5GemmaConfig"
     dtype: DTypeLike
@@ -354,7 +357,7 @@ class GemmaDecoderLayer(nn.Module):
         return self.cross_attention.attend(x, queries, *source, deterministic)
 
     def memorize(self, encoded: Array) -> tuple[Array, Array]:
-        """The keys and values [B, G, L, K] of cross-attention for an encoded source [B, L, D]."""
+        """Returns the keys and values [B, G, L, K] of cross-attention for an encoded source [B, L, D]."""
         return self.cross_attention.keys_values(encoded)
 
 
@@ -370,7 +373,7 @@ class GemmaEmbedder(nn.Module):
         self.embedding = self.param("embedding", normal(self.width**-0.5), (self.size, self.width))
 
     def __call__(self, tokens: Array) -> Array:
-        """The embeddings [..., D] of tokens [...], multiplied by the square root of the width."""
+        """Returns the embeddings [..., D] of tokens [...], multiplied by the square root of the width."""
         (found,) = look_up(self.embedding, (tokens,), self.dtype, self.shards)
         if self.has_variable("params", "scale"):
             scale: Array = self.get_variable("params", "scale")
@@ -379,7 +382,7 @@ class GemmaEmbedder(nn.Module):
 
     @multiplies_with("embedding")
     def logits(self, hidden: Array) -> Array:
-        """The logits f32 [..., V] of hidden states [..., D], before the soft cap."""
+        """Returns the logits f32 [..., V] of hidden states [..., D], before the soft cap."""
         found = parts.logits_of(hidden, self.embedding, self.dtype)
         return found * self.get_variable("params", "scale") if self.has_variable("params", "scale") else found
 
@@ -400,7 +403,7 @@ class GemmaStackModule(t5.Stack):
             self.embedder = GemmaEmbedder(c.vocab_size, getattr(c, self.side).hidden_size, self.dtype, self.shards)
 
     def own(self) -> list[Own]:
-        """The values of each layer in which layers differ."""
+        """Returns the values of each layer in which layers differ."""
         return [getattr(self.config, self.side).own(i, self.config.window(self.side)) for i in range(len(self.layers))]
 
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
@@ -413,7 +416,7 @@ class GemmaStackModule(t5.Stack):
 
 
 class GemmaEncoder(GemmaStackModule):
-    """See `t5.Encoder`."""
+    """The encoder; see `t5.Encoder`."""
 
     layer: ClassVar[type[nn.Module]] = GemmaEncoderLayer
     side: ClassVar[str] = "encoder"
@@ -426,7 +429,7 @@ class GemmaEncoder(GemmaStackModule):
 
 
 class GemmaDecoder(GemmaStackModule):
-    """See `t5.Decoder`."""
+    """The decoder; see `t5.Decoder`."""
 
     layer: ClassVar[type[nn.Module]] = GemmaDecoderLayer
     side: ClassVar[str] = "decoder"
@@ -434,7 +437,7 @@ class GemmaDecoder(GemmaStackModule):
     memorize = t5.Decoder.memorize
 
     def __call__(self, x: Array, mask: Array, position: Array, encoded: Array, real: Array, deterministic: bool) -> Any:
-        """The teacher-forced outputs [G, N, D]; see `t5.Decoder`. `real`: bool [G, 1|N, L], its memory mask."""
+        """Returns the teacher-forced outputs [G, N, D]; see `t5.Decoder`. `real`: bool [G, 1|N, L], the memory mask."""
         return self.run(x, None, (mask, position, position), encoded, real, deterministic=deterministic)
 
     def step(
@@ -475,11 +478,11 @@ class T5Gemma(t5.T5):
         """Makes an embedding table for both sides, if there is only one. Here each side makes its own table."""
 
     def table(self, stack: Any) -> Any:
-        """The embedding table of a side."""
+        """Returns the embedding table of a side."""
         return stack.embedder
 
     def embed(self, *tokens: Array) -> tuple[Array, ...]:
-        """The embeddings [..., D], in the compute dtype, of source tokens and of decoder inputs."""
+        """Returns the embeddings [..., D], in the compute dtype, of source tokens and of decoder inputs."""
         return tuple(self.table(side)(each) for side, each in zip((self.encoder, self.decoder), tokens, strict=True))
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> t5.Memory:
@@ -490,7 +493,7 @@ class T5Gemma(t5.T5):
 
     @capped_by("final_logit_softcapping")
     def logits(self, hidden: Array) -> Array:
-        """The logits f32 [..., V] of hidden states [..., D], after the soft cap."""
+        """Returns the logits f32 [..., V] of hidden states [..., D], after the soft cap."""
         found = self.table(self.decoder).logits(hidden) if self.config.tied_head else self.lm_head(hidden)
         return cap(found, self.config.final_logit_softcapping)
 
@@ -535,7 +538,7 @@ class T5GemmaConfig(Backbone):
         return T5Gemma(self, **options)
 
     def window(self, side: str) -> tuple[int, int]:
-        """The bounds left and right of the window of a side's sliding layers: see `Own`."""
+        """Returns the bounds left and right of the window of a side's sliding layers: see `Own`."""
         size: int = getattr(self, side).sliding_window
         # As in transformers; DeepMind's encoder excludes the outermost positions. The right bound has no effect in the
         # decoder, whose mask already hides later positions.
@@ -608,7 +611,7 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def sides(cls, given: JsonMapping) -> tuple[JsonObject, JsonObject]:
-        """The values of the encoder and of the decoder, from the values of config.json."""
+        """Returns the values of the encoder and of the decoder, from the values of config.json."""
         return given["encoder"], given["decoder"]
 
     @classmethod
@@ -639,12 +642,15 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def default_pattern(cls, given: JsonMapping, side: str) -> int:
-        """The value of `GemmaStack.full_every` if a side has no layer_types."""
+        """Returns the value of `GemmaStack.full_every` if a side has no layer_types."""
         return 2
 
     @classmethod
     def read_rotations(cls, given: JsonMapping, side: str) -> JsonObject:
-        """The rotary fields of `GemmaStack` for a side. The key rope_scaling takes precedence over rope_parameters."""
+        """Returns the rotary fields of `GemmaStack` for a side.
+
+        The key rope_scaling takes precedence over rope_parameters.
+        """
         place, found = f"{side}.rope_parameters", given["rope_scaling"] or given["rope_parameters"] or {}
         kind, theta, _ = read_rope(found, given["rope_theta"], place)
         if kind != "default" or found.keys() & set(LAYER_TYPES):
@@ -680,7 +686,7 @@ class T5GemmaConfig(Backbone):
         return {**facts, "is_encoder_decoder": True, "dropout_rate": self.dropout_rate, **common, **sides}
 
     def rotations(self, stack: GemmaStack) -> dict[str, object]:
-        """The keys of config.json that `read_rotations` reads, with the values of a side."""
+        """Returns the keys of config.json that `read_rotations` reads, with the values of a side."""
         return {"rope_parameters": {"rope_type": "default", "rope_theta": stack.rope_theta}}
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
@@ -705,6 +711,9 @@ def read_rope(given: JsonMapping, theta: float | None, where: str) -> tuple[str,
 
     Returns:
       The type, theta, and the factor by which positions are divided.
+
+    Raises:
+      UserError: a value is missing or not supported.
     """
     found = read_keys(given, ROPE, f"{where}.")
     kind: str = found["rope_type"] or found["type"] or "default"

@@ -57,11 +57,11 @@ class Gemma2Attention(t5gemma.GemmaAttention):
         self.query_norm, self.key_norm = (Norm(self.config.rms_norm_eps, self.dtype) for _ in range(2))
 
     def queries(self, normed: Array) -> Array:
-        """The normalised queries [B, H, Q, K] of normalised states [B, Q, D]."""
+        """Returns the normalised queries [B, H, Q, K] of normalised states [B, Q, D]."""
         return self.query_norm(super().queries(normed))
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
-        """The normalised keys and the values [B, G, L, K] of normalised or encoded states [B, L, D]."""
+        """Returns the normalised keys and the values [B, G, L, K] of normalised or encoded states [B, L, D]."""
         keys, values = super().keys_values(x)
         return self.key_norm(keys), values
 
@@ -81,7 +81,7 @@ class Gemma2DecoderLayer(t5gemma.GemmaDecoderLayer):
         return self.self_attention.attend(x, queries, keys, values, both, deterministic)
 
     def memorize(self, encoded: Array) -> tuple[Array, Array]:
-        """The keys and values [B, G, L, K] of an encoded source [B, L, D]; the keys are not rotated."""
+        """Returns the keys and values [B, G, L, K] of an encoded source [B, L, D]; the keys are not rotated."""
         return self.self_attention.keys_values(encoded)
 
 
@@ -101,7 +101,7 @@ class Gemma2Embedder(t5gemma.GemmaEmbedder):
         self.eoi_embedding = self.param(EOI, normal(1.0), (self.width,))
 
     def __call__(self, tokens: Array) -> Array:
-        """The embeddings [..., D] of tokens [...]; the token that ends an image has its separate vector."""
+        """Returns the embeddings [..., D] of tokens [...]; the token that ends an image has its separate vector."""
         return jnp.where(
             (tokens == self.eoi)[..., None], self.eoi_embedding.astype(self.dtype), super().__call__(tokens)
         )
@@ -196,7 +196,7 @@ class T5Gemma2Config(T5GemmaConfig):
 
     @classmethod
     def read_rotations(cls, given: JsonMapping, side: str) -> JsonObject:
-        """The rotary fields of `GemmaStack`. Full and sliding layers have separate parameters.
+        """Returns the rotary fields of `GemmaStack`. Full and sliding layers have separate parameters.
 
         In older files the key rope_scaling extends the parameters of full layers.
         """

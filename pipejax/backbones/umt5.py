@@ -65,7 +65,7 @@ class UMT5Encoder(t5.Encoder):
         """Makes no submodule, as each layer has its own bias."""
 
     def bias(self, batch: int, length: int) -> Array:
-        """A scalar zero, as each layer adds its own bias."""
+        """Returns a scalar zero, as each layer adds its own bias."""
         return jnp.zeros(())
 
 
@@ -78,7 +78,7 @@ class UMT5Decoder(t5.Decoder):
         """Makes no submodule, as each layer has its own bias."""
 
     def bias(self, mask: Array, query: Array, key: Array) -> tuple[Array, Array, Array]:
-        """The arguments, from which each layer computes its own bias; see `t5.Decoder`."""
+        """Returns the arguments, from which each layer computes its own bias; see `t5.Decoder`."""
         return mask, query, key
 
 
@@ -143,7 +143,7 @@ class UMT5Config(t5_config.T5Config):
         return "a head that is the table, not scaled" if self.tied_head and not self.scale_head else ""
 
     def facts(self) -> dict[str, object]:
-        """See `Backbone`. transformers 5 scales every head, and transformers 4 one that config.json ties."""
+        """See `Backbone`. transformers 5 scales every head, and transformers 4 scales a head that config.json ties."""
         facts = super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}
         return facts | {"tie_word_embeddings": facts.pop("scale_decoder_outputs")}
 
