@@ -60,7 +60,7 @@ def _step(model: Module, memory: Memory, params: Tree) -> Tree:
 
 
 def _cap(model: Module) -> float | None:
-    """The soft cap of a module's logits, 0 for no cap; None if `logits` is not marked by `layers.capped_by`."""
+    """Returns the soft cap of a module's logits, 0 for no cap; None if `logits` is not marked by `layers.capped_by`."""
     setting: str | None = getattr(type(model).logits, "capped_by", None)
     return None if setting is None else float(getattr(model.config, setting))
 
@@ -181,12 +181,15 @@ class OwnKernel(Xla):
 
 
 def _is_packed_t5(backbone: Backbone, portable: Backend) -> TypeGuard[T5Config]:
-    """Whether the steps of a backbone compute packed queries with weights of `Xla`: an unmodified T5 or UMT5."""
+    """Returns whether a backbone is an unmodified T5 or UMT5.
+
+    The steps of such a backbone compute packed queries with the weights of `Xla`.
+    """
     return type(portable) is Xla and isinstance(backbone, T5Config)
 
 
 def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
-    """The backend `OwnKernel` for an unmodified T5 or UMT5 in float32 whose sizes the kernel supports, or None.
+    """Returns the backend `OwnKernel` for an unmodified T5 or UMT5 in float32 whose sizes the kernel supports, or None.
 
     Args:
       backbone: the backbone.
@@ -200,7 +203,10 @@ def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike)
 
 
 def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
-    """The backend `Gpu` for an unmodified T5 or UMT5 in bfloat16 on a GPU, or None; see `cpu_decoder_backend`."""
+    """Returns the backend `Gpu` for an unmodified T5 or UMT5 in bfloat16 on a GPU, or None.
+
+    The arguments are those of `cpu_decoder_backend`.
+    """
     if not _is_packed_t5(backbone, portable) or dtype != jnp.bfloat16:
         return None
     if jax.default_backend() != "gpu":
@@ -211,7 +217,7 @@ def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Back
 
 
 def try_kernels(*, trains: bool) -> None:
-    """Makes the missing trials of the kernels for GPUs, of attention for heads of the usual width.
+    """Makes the missing trials of the kernels for GPUs. Attention is tried with heads of the usual width, HEAD_WIDTH.
 
     Args:
       trains: whether gradients are needed.
@@ -225,7 +231,10 @@ def try_kernels(*, trains: bool) -> None:
 
 
 def cpu_products_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
-    """The backend `Products` for any other backbone in float32 on a CPU, or None; see `cpu_decoder_backend`."""
+    """Returns the backend `Products` for any other backbone in float32 on a CPU, or None.
+
+    The arguments are those of `cpu_decoder_backend`.
+    """
     if _is_packed_t5(backbone, portable) or dtype != jnp.float32:
         return None
     level = cpu_kernel.use()

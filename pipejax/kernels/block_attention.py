@@ -79,7 +79,7 @@ class TileSizes(NamedTuple):
 
     @classmethod
     def of(cls, projections: Projections, lines: Lines | None, rate: float, interpret: bool) -> "TileSizes":
-        """The sizes of a call."""
+        """Returns the sizes of a call."""
         batch, queries, _, width = projections[0].shape
         keys, heads = projections[-1].shape[1], sum(x.shape[2] for x in projections) // 3
         other, own_rate = forward_block(width), rate if lines else 0.0
@@ -97,7 +97,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, seen: Seen, dropped: Lines | None) -> "Facts":
-        """The vectors of a call with a plan."""
+        """Returns the vectors of a call with a plan."""
         found = cls(seen.plan.queries, seen.plan.keys, dropped=dropped)
         if (distances := seen.distances) is None:
             return found
@@ -137,10 +137,10 @@ class Plan(NamedTuple):
 
 
 def planned(seen: Seen, batch: int, width: int) -> Seen:
-    """The same with its `Plan`, and with the bias of each difference of positions; `batch`: B, `width`: K.
+    """Returns `seen` with its `Plan`, and with the bias of each difference of positions; `batch`: B, `width`: K.
 
-    `attend_in_blocks` does this for a `Seen` without a plan. A stack does it once for all of its layers: XLA would
-    otherwise start up to 25 small kernels for it in each layer of the backward pass.
+    `attend_in_blocks` makes the plan of a `Seen` without one. A stack makes the plan once for all of its layers: XLA
+    would otherwise start up to 25 small kernels for it in each layer of the backward pass.
     """
     if seen.plan is not None:
         return seen
@@ -176,12 +176,12 @@ def planned(seen: Seen, batch: int, width: int) -> Seen:
 
 
 def forward_block(width: int) -> int:
-    """The number of keys of a block in the forward kernel; `width`: K."""
+    """Returns the number of keys of a block in the forward kernel; `width`: K."""
     return BLOCK if width <= 64 else BLOCK // 2
 
 
 def misfit(width: int, *, trains: bool) -> str:
-    """The reason why the kernels do not support a head width, or "" if they do.
+    """Returns the reason why the kernels do not support a head width, or "" if they do.
 
     Args:
       width: K.
@@ -195,20 +195,23 @@ def misfit(width: int, *, trains: bool) -> str:
 
 
 def refusal(width: int, *, trains: bool) -> str:
-    """The reason why the kernels are not used on this machine's GPU, or "" if a trial has passed; see `misfit`."""
+    """Returns the reason why the kernels are not used on this machine's GPU, or "" if a trial has passed.
+
+    The arguments are those of `misfit`.
+    """
     name = "attention in blocks, with gradients" if trains else "attention in blocks"
     return child_trials.refusal(name, f"{__name__}:disagreement", width, trains)
 
 
 def disagreement(width: int, trains: bool) -> str:
-    """The reason why the results of the kernels cannot be used, or "" if they agree with `attend`."""
+    """Returns the reason why the results of the kernels cannot be used, or "" if they agree with `attend`."""
     child_trials.require_gpu()
     apart = float(difference(width, trains=trains))
     return "" if apart < TOLERANCE else f"on this GPU the kernels' results differ from XLA's by {apart:.2g}"
 
 
 def difference(width: int, *, trains: bool = True, interpret: bool = False) -> Array:
-    """The largest difference between results of the kernels and of `attend`, on random data; an f32 scalar.
+    """Returns an f32 scalar, the largest difference between results of the kernels and of `attend`, on random data.
 
     The difference of each array is divided by the largest magnitude in it. The data are a decoder's rows and an
     encoder's sources, whose lengths are no multiples of the blocks.
@@ -249,7 +252,7 @@ def _difference(
     trains: bool,
     interpret: bool,
 ) -> Array:
-    """`difference` on queries, keys and values `given` [B, H, N, K], with the coordinates of their slots."""
+    """Computes `difference` for queries, keys and values `given` [B, H, N, K], with the coordinates of their slots."""
     seed, rate = jnp.asarray([1, 2], jnp.uint32), 0.1
     seen = jax.vmap(_seen)(slots, slots)
     real = (slots.example >= 0)[:, None, :, None]
@@ -342,7 +345,7 @@ def _attend_alone(projections: Projections, seen: Seen, lines: Lines | None, rat
 
 
 def _forward(projections: Projections, seen: Seen, lines: Lines | None, rate: float) -> tuple[Array, Kept]:
-    """The outputs [B, Q, H, K], and the residuals for `_backward`; one program for each block of queries."""
+    """Returns the outputs [B, Q, H, K] and the residuals for `_backward`. A program computes a block of queries."""
     sizes = TileSizes.of(projections, lines, rate, seen.blocks.interpret)
     facts, order = Facts.of(seen, lines), seen.plan.forward
     shape = sizes.batch, sizes.queries, sizes.heads, sizes.width
@@ -355,9 +358,10 @@ def _forward(projections: Projections, seen: Seen, lines: Lines | None, rate: fl
 
 
 def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
-    """The gradients of queries, keys, values and of the bias table, from the `gradient` of the outputs.
+    """Returns the gradients of queries, keys, values and of the bias table, from the `gradient` of the outputs.
 
-    The sums that `_backward_queries` returns are added to the buckets of the differences -W and W.
+    The sums for distances of W or more, which `_backward_queries` stores, are added to the buckets of the differences
+    -W and W.
     """
     projections, seen, lines, found, sums = kept
     sizes = TileSizes.of(projections, lines, rate, seen.blocks.interpret)._replace(other=BACKWARD_BLOCK)
@@ -405,7 +409,7 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
 
 
 def _sum_band(band: Array, order: Order, sizes: TileSizes) -> Array:
-    """f32 [H, 2 W], the sums of the band of `_backward_queries` over examples and queries.
+    """Returns f32 [H, 2 W], the sums of the band of `_backward_queries` over examples and queries.
 
     Entries that `_backward_queries` has not written are undefined and are left out.
     """
@@ -422,7 +426,7 @@ _attend_alone.defvjp(_forward, _backward)
 
 
 def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, flip: bool = False) -> Order:
-    """The blocks of `others` that each block of `these` visits.
+    """Returns the blocks of `others` that each block of `these` visits.
 
     The order is determined from the smallest and largest coordinates of each block, so the visited blocks may also
     contain blocks without a visible pair.
@@ -437,12 +441,12 @@ def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, f
     """
 
     def parts(x: Array, slots: Slots, block: int) -> tuple[Array, Array]:
-        """The values [B, blocks, slots of a block], and whether each slot is real."""
+        """Returns the values [B, blocks, slots of a block], and whether each slot is real."""
         found = x.reshape(x.shape[0], -1, block)
         return found, slots.example.reshape(found.shape) >= 0
 
     def bounds(x: Array, y: Array) -> tuple[Array, Array, Array, Array]:
-        """The smallest and largest values of blocks of x, [B, blocks, 1], and of y, [B, 1, other blocks]."""
+        """Returns the smallest and largest values of blocks of x, [B, blocks, 1], and of y, [B, 1, other blocks]."""
         found = []
         for slots, block, z in ((these, own, x), (others, other, y)):
             values, real = parts(z, slots, block)
@@ -474,7 +478,7 @@ def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, f
     numbers = jnp.arange(meet.shape[-1])
 
     def run(found: Array, empty: Array) -> tuple[Array, Array]:
-        """The first run of True along the last axis: its first block, and the block after it."""
+        """Returns the first run of True along the last axis: its first block, and the block after it."""
         begin = jnp.argmax(found, axis=-1)
         ends = jnp.where(~found & (numbers > begin[..., None]), numbers, len(numbers)).min(-1)
         some = found.any(-1)
@@ -492,14 +496,15 @@ def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, f
 def _call(
     kernel: Kernel, grid: tuple[int, ...], shapes: Shapes, sizes: TileSizes, *, begun: Array | None = None
 ) -> Callable[..., Any]:
-    """The `pallas_call` of a kernel.
+    """Returns the `pallas_call` of a kernel.
 
     Args:
       kernel: the kernel.
       grid: the number of programs along each axis.
-      shapes: of the results.
+      shapes: the shapes and dtypes of the results.
       sizes: the sizes of the call.
-      begun: the first argument, if the first result is this array with some of its elements replaced, in its memory.
+      begun: the first argument, if the first result is this array with some of its elements replaced, in the memory of
+        the array; otherwise None.
     """
     params, aliases = plgpu.CompilerParams(num_warps=4, num_stages=2), {} if begun is None else {0: 0}
     given: dict[str, Any] = {"input_output_aliases": aliases, "interpret": sizes.interpret}
@@ -535,24 +540,27 @@ def _visit(order: Order, example: Array, block: Array, add: Add, carry: tuple[Ar
 
 
 def _of(slots: Slots, example: Array, places: Array) -> Slots:
-    """The coordinates [places] of the slots of an example."""
+    """Returns the coordinates [places] of the slots of an example."""
     return jax.tree.map(lambda ref: plgpu.load(ref.at[example, places]), slots)
 
 
 def _apart(refs: Sequence[Ref], sizes: TileSizes) -> list[Heads]:
-    """The heads of queries, keys and values, or of their gradients, from arrays that may hold several of them."""
+    """Returns the heads of queries, keys and values, or of their gradients.
+
+    An array of `refs` may hold several of the three.
+    """
     return [Heads(ref, first) for ref in refs for first in range(0, ref.shape[2], sizes.heads)]
 
 
 def _rows(heads: Heads, example: Array, head: Array, places: Array, count: int) -> Array:
-    """The rows [places, K] of an array [B, N, heads, K]; zeros beyond N."""
+    """Returns the rows [places, K] of an array [B, N, heads, K]; zeros beyond N."""
     ref, first = heads
     at = ref.at[example, places[:, None], first + head, jnp.arange(ref.shape[3])[None]]
     return plgpu.load(at, mask=(places < count)[:, None], other=0)
 
 
 def _entries(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
-    """The entries [places] of an array [B, H, N]; zeros beyond N."""
+    """Returns the entries [places] of an array [B, H, N]; zeros beyond N."""
     return plgpu.load(ref.at[example, head, places], mask=places < count, other=0)
 
 
@@ -564,17 +572,17 @@ def _store_rows(heads: Heads, example: Array, head: Array, places: Array, count:
 
 
 def _dot(a: Array, b: Array, **transposed: bool) -> Array:
-    """The product of two blocks, accumulated in float32. Float32 blocks are not rounded to TF32."""
+    """Returns the product of two blocks, accumulated in float32. Float32 blocks are not rounded to TF32."""
     return plgpu.dot(a, b, allow_tf32=False if a.dtype == jnp.float32 else None, **transposed)
 
 
 def _across(of_queries: Array, of_keys: Array, *, down: bool = False) -> tuple[Array, Array]:
-    """A vector of queries and a vector of keys, each with an additional axis, so that they broadcast to a tile."""
+    """Returns vectors of queries and of keys with an additional axis each, so that both broadcast to a tile."""
     return (of_queries[None], of_keys[:, None]) if down else (of_queries[:, None], of_keys[None])
 
 
 def _seen(of_queries: Slots, of_keys: Slots, *, down: bool = False) -> Array:
-    """A bool tile: the keys that each query sees (paper section 3.2, eq. 4); see `Slots`."""
+    """Returns a bool tile, the keys that each query sees (paper section 3.2, eq. 4); see `Slots`."""
     query, key = _across(of_queries.example, of_keys.example, down=down)
     seen = (query == key) & (key >= 0)
     for x, y in ((of_queries.row, of_keys.row), (of_queries.time, of_keys.time)):
@@ -587,13 +595,13 @@ def _seen(of_queries: Slots, of_keys: Slots, *, down: bool = False) -> Array:
 
 
 def _differences(facts: Facts, of_queries: Slots, of_keys: Slots, *, down: bool = False) -> Array:
-    """An i32 tile, the index of each pair's difference of positions in `Distances.bucket`."""
+    """Returns an i32 tile, the index of each pair's difference of positions in `Distances.bucket`."""
     query, key = _across(of_queries.position, of_keys.position, down=down)
     return jnp.clip(query - key + facts.longest, 0, 2 * facts.longest)
 
 
 def _bias(facts: Facts, head: Array, of_queries: Slots, of_keys: Slots, side: Array | None, *, down: bool) -> Any:
-    """The bias of a tile, f32: a scalar for a plain block, otherwise a tile. `side` as in `_visit`."""
+    """Returns the bias of a tile, f32: a scalar for a plain block, otherwise a tile. `side` as in `_visit`."""
     if facts.lines is None:
         return 0.0
     if side is not None:
@@ -604,7 +612,7 @@ def _bias(facts: Facts, head: Array, of_queries: Slots, of_keys: Slots, side: Ar
 def _left(
     facts: Facts, sizes: TileSizes, example: Array, head: Array, q: Array, k: Array, x: Array, *, down: bool = False
 ) -> Array:
-    """The tile x after dropout, without rescaling."""
+    """Returns the tile x after dropout, without rescaling."""
     if facts.dropped is None:
         return x
     lines = jax.tree.map(lambda ref: _entries(ref, example, head, q, sizes.queries), facts.dropped)
@@ -625,8 +633,8 @@ def _attend(
 ) -> None:
     """Computes the outputs of a block of queries, from all blocks of keys that they may see.
 
-    Also stores `sums`, f32 [B, H, Q], the logarithm of the softmax's denominator of each query (0 for a query that sees
-    no key), with which the backward pass computes the weights again.
+    The kernel also stores `sums`, f32 [B, H, Q], the logarithm of the softmax's denominator of each query (0 for a
+    query that sees no key), with which the backward pass computes the weights again.
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
@@ -736,7 +744,7 @@ def _gradients(
 
 
 def _beyond(facts: Facts, of_queries: Slots, of_keys: Slots) -> tuple[Array, Array]:
-    """Whether all differences of positions of two blocks are -W or less, and whether all of them are W or more.
+    """Returns whether all differences of positions of two blocks are -W or less, and whether all of them are W or more.
 
     In both cases all pairs of the blocks have one bucket.
     """
@@ -760,12 +768,12 @@ def _backward_queries(
 ) -> None:
     """Computes the gradient of a block of queries.
 
-    Also stores `products`, f32 [B, H, Q], which the other kernels read: the sum over keys of a weight times its
-    gradient, which equals the sum over channels of an output times its gradient.
+    The kernel also stores `products`, f32 [B, H, Q], which the other kernels read: the sum over keys of a weight times
+    its gradient, which equals the sum over channels of an output times its gradient.
 
-    Also stores, f32 [B, H, 2, queries], the sums of the scores' gradient over the keys whose differences are -W or
-    less, and over the keys whose differences are W or more. Without a band, a block of keys counts only if this holds
-    for all its differences.
+    The kernel also stores the sums, f32 [B, H, 2, queries], of the scores' gradient over the keys whose differences are
+    -W or less, and over the keys whose differences are W or more. Without a band, a block of keys counts only if one of
+    these conditions holds for all differences of the block.
 
     The band, [B, H, queries, 2 W], gets the gradient of the scores at each difference d of -W < d < W, at index d + W.
     Differences without a key are not written.

@@ -29,7 +29,7 @@ ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # the index of each is its n
 
 
 def fits(config: T5Config) -> bool:
-    """Whether the kernel supports the sizes of a config: multiples of PANEL, as in all published T5s."""
+    """Returns whether the kernel supports the sizes of a config: multiples of PANEL, as in all published T5s."""
     sizes = config.d_model, config.d_kv, config.d_ff
     return not any(size % cpu_kernel.PANEL for size in sizes)
 
@@ -48,9 +48,9 @@ def matrix(part: Tree, *, weights: str) -> Matrix:
 
 
 def memory_dtype(weights: str) -> np.dtype:
-    """The dtype of a source's keys and values, which depends on the storage of weights.
+    """Returns the dtype of a source's keys and values, which depends on the storage of weights.
 
-    With int8 they have scales: see `PANELS` in fields.h.
+    Keys and values in int8 have scales: see `PANELS` in fields.h.
     """
     return np.dtype({"bfloat16": jnp.bfloat16, "int8": jnp.int8}.get(weights, jnp.float32))
 
@@ -182,7 +182,7 @@ class KernelEncoder:
 
 
 def encoder_layer(layer: Tree, *, weights: str) -> KernelEncoderLayer:
-    """The weights of an encoder layer, from its parameters `layer`; `weights`: the storage, as `decode.weights`."""
+    """Returns the weights of an encoder layer from its parameters `layer`. `weights`: as `decode.weights`."""
     own, feed = layer["attention"], layer["feed_forward"]
     held = functools.partial(matrix, weights=weights)
     return KernelEncoderLayer(
@@ -210,7 +210,7 @@ def encode(
 
     Args:
       config: the config of the model.
-      encoder: its weights.
+      encoder: the weights of the encoder.
       source: i32 [B, L].
       length: i32 [B], the number of real tokens of each source.
       slots: the number of slots of the memory, at least L and a multiple of 16.
@@ -328,6 +328,6 @@ def listen(count: Array, switch: Array, *, level: cpu_kernel.Level) -> Array:
 
 
 def _sizes(config: T5Config) -> dict[str, int]:
-    """The sizes that all calls of the kernel contain, by their names in fields.h."""
+    """Returns the sizes that all calls of the kernel contain, by their names in fields.h."""
     widths = {"D": config.d_model, "H": config.num_heads, "K": config.d_kv, "F": config.d_ff}
     return widths | {"activation": ACTIVATIONS.index(config.feed_forward)}

@@ -46,7 +46,10 @@ BUSY = 288  # programs of a product that keep a large GPU busy; attention has lo
 
 @dataclasses.dataclass(frozen=True)
 class GpuDecoder(StepDecoder):
-    """The step decoder with the kernels of this module, where dtype and sizes allow them. Requires that `use()`."""
+    """The step decoder with the kernels of this module, where dtype and sizes allow them.
+
+    Outside of trials, `use()` must have returned True.
+    """
 
     interpret: bool = False  # whether Pallas interprets the kernels, on any device
 
@@ -86,21 +89,28 @@ class GpuDecoder(StepDecoder):
         return _attend_memory(query.T, keys, values, self.memory.mask, interpret=self.interpret).T
 
     def _multiplies(self, matrix: Matrix, columns: Array) -> bool:
-        """Whether the product kernel supports a matrix and columns: their dtype and sizes, and at least two columns."""
+        """Returns whether the product kernel supports a matrix and columns.
+
+        The matrix must have the decoder's dtype and sizes that are multiples of LEAST, and there must be at least two
+        columns.
+        """
         fits = matrix.rows.dtype == self.dtype and not matrix.scale.size and columns.shape[1] > 1
         return fits and not any(size % LEAST for size in matrix.rows.shape)
 
     def _attends(self, queries: int) -> bool:
-        """Whether the attention kernels support this number of queries of an example, and the head width."""
+        """Returns whether the attention kernels support this number of queries of an example, and the head width.
+
+        A batch with a single query is not supported.
+        """
         width, fits = self.config.d_kv, queries * self.memory.mask.shape[0] > 1 and queries <= MOST_QUERIES
         return fits and width >= LEAST and width & (width - 1) == 0
 
 
 @functools.cache
 def use() -> bool:
-    """Whether this process has a GPU on which the kernels compile and agree with XLA. Determined once.
+    """Returns whether this process has a GPU on which the kernels compile and agree with XLA.
 
-    If the kernels do not, a warning is logged.
+    The result is determined once. If the kernels fail on a GPU, a warning is logged.
     """
     if os.environ.get(cpu_kernel.VARIABLE) == "off" or jax.default_backend() != "gpu":
         return False
@@ -110,12 +120,15 @@ def use() -> bool:
 
 
 def refusal() -> str:
-    """The reason why the kernels are not used on this machine's GPU, or "" if a trial has passed."""
+    """Returns the reason why the kernels are not used on this machine's GPU, or "" if a trial has passed."""
     return child_trials.refusal("kernels of a decoding step", f"{__name__}:disagreement")
 
 
 def disagreement() -> str:
-    """The reason why the results of the kernels cannot be used, or "" if they agree with XLA's; see `child_trials`."""
+    """Returns the reason why the results of the kernels cannot be used, or "" if they agree with XLA's.
+
+    The function runs in a child process; see `child_trials`.
+    """
     child_trials.require_gpu()
     apart = max(float(jax.device_get(trial(queries))) for queries in (1, 20, 40))
     return "" if apart < TOLERANCE else f"on this GPU their results differ from XLA's by {apart:.2g}"
@@ -125,7 +138,7 @@ TOLERANCE = 0.05  # the largest accepted value of `trial`; the rounding to bfloa
 
 
 def trial(queries: int, *, interpret: bool = False) -> Array:
-    """The largest difference between results of the kernels and results x of XLA, relative to 1 + |x|; an f32 scalar.
+    """Returns an f32 scalar, the largest difference between results of the kernels and XLA's results x, by 1 + |x|.
 
     Args:
       queries: the number of random queries of each of two examples.
@@ -168,12 +181,12 @@ def trial(queries: int, *, interpret: bool = False) -> Array:
 
 
 def _power(number: int, most: int) -> int:
-    """The largest power of two, up to `most`, that divides `number`."""
+    """Returns the largest power of two, up to `most`, that divides `number`."""
     return min(number & -number, most)
 
 
 def _holding(number: int, most: int) -> int:
-    """The smallest power of two that is at least `number`, limited to the range from LEAST to `most`."""
+    """Returns the smallest power of two that is at least `number`, limited to the range from LEAST to `most`."""
     return min(max(1 << (number - 1).bit_length(), LEAST), most)
 
 
@@ -227,7 +240,7 @@ def _product(
 
 
 def _parts(chunks: int, most: int) -> int:
-    """The largest divisor of `chunks` that is at most `most`, or 1."""
+    """Returns the largest divisor of `chunks` that is at most `most`, or 1."""
     return max(n for n in range(1, max(min(chunks, most), 1) + 1) if chunks % n == 0)
 
 
@@ -357,7 +370,7 @@ Sums = tuple[
 
 
 def _places(*, heads: int, width: int, queries: int) -> tuple[Array, Array, Array]:
-    """The coordinates of the example and head of a program.
+    """Computes the coordinates of the example and head of a program.
 
     Returns:
       bool [high], whether each query is real; i32 [high], the rows of the queries; i32 [K], the columns of the head.
@@ -367,7 +380,7 @@ def _places(*, heads: int, width: int, queries: int) -> tuple[Array, Array, Arra
 
 
 def _query(ref: Ref, **sizes: int) -> Array:
-    """The queries [high, K] of a program's example and head; zeros after the Q real ones."""
+    """Returns the queries [high, K] of a program's example and head; zeros after the Q real ones."""
     real, row, column = _places(**sizes)
     return plgpu.load(ref.at[row[:, None], column[None]], mask=real[:, None], other=0)
 
@@ -436,7 +449,7 @@ def _finish(sums: Sums, out_ref: Ref, **sizes: int) -> None:
 def _call(
     kernel: Any, grid: tuple[int, ...], shape: Any, warps: int, interpret: bool, aliases: dict[int, int] | None = None
 ) -> Any:
-    """The `pallas_call` of a kernel.
+    """Returns the `pallas_call` of a kernel.
 
     Args:
       kernel: the kernel.

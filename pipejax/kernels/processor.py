@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_arm() -> bool:
-    """Whether this machine has a 64-bit Arm processor, including Apple's."""
+    """Returns whether this machine has a 64-bit Arm processor, including Apple's."""
     return platform.machine().lower() in ("aarch64", "arm64")
 
 

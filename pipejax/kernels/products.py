@@ -110,7 +110,7 @@ def split_kernel_weights(
 
 
 def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
-    """The parameters without kernels that a function does not read.
+    """Returns the parameters without the kernels that a function does not read.
 
     Other parameters are kept, as a module may look them up without using them in a computation.
     """
@@ -147,7 +147,7 @@ def roughen(part: Tree) -> Rough:
 def multiplying(
     matrices: dict[str, Panels], level: cpu_kernel.Level, cap: float | None = None
 ) -> AbstractContextManager[None]:
-    """A context in which the modules with the given paths multiply with the kernel.
+    """Returns a context manager in which the modules with the given paths multiply with the kernel.
 
     Args:
       matrices: the matrices, by the path of the module.
@@ -169,23 +169,23 @@ def multiplying(
 
 
 def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
-    """The name of the parameter with which a call multiplies; None if the call does more, or is not marked."""
+    """Returns the name of the parameter with which a call multiplies; None if the call does more, or is not marked."""
     name: str | None = getattr(getattr(type(context.module), context.method_name, None), "multiplies_with", None)
     return None if name is None or context.module.has_variable("params", lora.A) else name
 
 
 def _is_head(name: str | None, module: nn.Module) -> bool:
-    """Whether a product with the parameter `name` of a module computes logits."""
+    """Returns whether a product with the parameter `name` of a module computes logits."""
     return name == "embedding" or isinstance(module, Head)
 
 
 def _multiply(columns: Array, by: Panels, *, level: cpu_kernel.Level, finer: bool) -> Array:
-    """The product f32 [..., O] of a matrix and columns [..., I]. `finer`: quantised columns have two digits."""
+    """Returns the product f32 [..., O] of a matrix and columns [..., I]. `finer`: quantised columns have two digits."""
     return _call(f"pipejax_product_{level.name}", "PRODUCT_FIELDS", columns, by, {"matrix": by.matrix}, int(finer))
 
 
 def _peaks(columns: Array, by: Panels, rough: Rough, *, cap: float, level: cpu_kernel.Level) -> Array:
-    """Like `_multiply`, but products that are not the highest may be replaced by upper bounds.
+    """Computes the products of `_multiply`, or upper bounds in place of products that are not the highest.
 
     The highest of the results is the highest product, also after the soft cap `cap` (0: no cap).
     """

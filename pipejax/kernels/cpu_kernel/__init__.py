@@ -94,7 +94,10 @@ _registered: set[str] = set()  # names of the levels whose functions are registe
 
 
 def shipped(level: Level) -> Path:
-    """The path of the kernel in a wheel that ships it, for the present sources. It is trusted like the package."""
+    """Returns the path that a shipped kernel for the present sources has in a wheel.
+
+    A shipped kernel is trusted like the package.
+    """
     return SHIPPED / f"t5-{level.name}-{_digest([x.read_bytes() for x in SOURCES])}.so"
 
 
@@ -131,7 +134,10 @@ def _run(compiler: str, arguments: list[str]) -> str:
 
 
 def _first_shipped(levels: list[Level]) -> Level | None:
-    """The first level whose kernel is shipped and can be loaded on this system with this JAX; None if there is none."""
+    """Returns the first level whose kernel is shipped and can be loaded; None if there is none.
+
+    A kernel that was built for another system or another version of JAX may not be loadable.
+    """
     for level in levels:
         library = shipped(level)
         try:
@@ -143,7 +149,13 @@ def _first_shipped(levels: list[Level]) -> Level | None:
 
 
 def _first_compiled(levels: list[Level]) -> Level | None:
-    """The first level whose kernel can be compiled and loaded; None if there is none, with a warning in the log."""
+    """Returns the first level whose kernel can be compiled and loaded; None if there is none.
+
+    A warning in the log gives the reason for None, unless the cache is switched off.
+
+    Raises:
+      OSError: a compiled library cannot be loaded.
+    """
     directory = compile_cache.safe_directory()
     if directory is None:
         return None
@@ -195,7 +207,7 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
 
 
 def _flags(level: Level) -> list[str]:
-    """The options of the compiler for a level."""
+    """Returns the options of the compiler for a level."""
     # Loops are aligned to cache lines. Otherwise their alignment, and up to 4 % of a step's time, would depend on
     # unrelated code before them.
     always = "-O3 -ffp-contract=off -std=c++17 -fPIC -w -falign-functions=64 -falign-loops=64"
@@ -205,7 +217,7 @@ def _flags(level: Level) -> list[str]:
 
 
 def _digest(*facts: object) -> str:
-    """A hash of the text form of values, for the name of a library."""
+    """Returns a hash of the text form of values, for the name of a library."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -235,7 +247,7 @@ def _load(library: Path, level: Level) -> bool:
 
 
 def panels(matrix: Array) -> Array:
-    """The layout of a matrix in the kernel: [.., O, I] -> [.., O / 16, I / depth, 16, depth].
+    """Returns a matrix in the layout of the kernel: [.., O, I] -> [.., O / 16, I / depth, 16, depth].
 
     `depth` is the number of inputs that fill 32 bits: 1 for float32, 2 for bfloat16, 4 for int8.
     """

@@ -17,7 +17,7 @@ _BODIES: dict[str, str] = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n
 
 
 def _names(table: str) -> list[str]:
-    """The names of a table in fields.h, with the names of tables that it includes."""
+    """Returns the names of a table in fields.h, with the names of tables that it includes."""
     found: list[str] = []
     for macro, name in re.findall(r"\b(\w+)\((\w+)", _BODIES[table]):
         found += _names(macro) if macro in _BODIES else [name]
@@ -28,7 +28,7 @@ TABLES = {table: _names(table) for table in _BODIES}
 
 
 def arrays(table: str, given: Mapping[str, Tree]) -> list[jax.Array]:
-    """The arguments of a call of the kernel, in the order of a table of fields.h.
+    """Returns the arguments of a call of the kernel, in the order of a table of fields.h.
 
     Args:
       table: the name of the table in fields.h.
@@ -42,12 +42,12 @@ def arrays(table: str, given: Mapping[str, Tree]) -> list[jax.Array]:
 
 
 def numbers(table: str, given: Mapping[str, int]) -> np.ndarray:
-    """i64 [n], the attribute of a call that contains its sizes, in the order of a table; raises like `arrays`."""
+    """Returns i64 [n], the attribute of a call with its sizes, in the order of a table. Errors are as in `arrays`."""
     return np.asarray(_order(table, given), np.int64)
 
 
 def _order(table: str, given: Mapping[str, Entry]) -> list[Entry]:
-    """The values of `given` in the order of a table. Raises a TypeError if a name is missing or unknown."""
+    """Returns the values of `given` in the order of a table. Raises a TypeError if a name is missing or unknown."""
     names = TABLES[table]
     missing, unknown = [x for x in names if x not in given], [x for x in given if x not in names]
     if missing or unknown:
