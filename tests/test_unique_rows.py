@@ -461,12 +461,12 @@ def test_streams_and_running_batches_of_sequential_answers_end_at_the_first_repe
     """Offline decoding, streams and an engine end an answer at the same token; the token 3 is the separator."""
     params = oracle.random_params(MORE_WORDS, np.random.default_rng(8), eos_scale=0.6)
     params["shared"]["embedding"][3] *= 2
-    made = Generator(generator(model=MORE_WORDS, draft=draft).config, params, tokenizer)
+    made: Any = Generator(generator(model=MORE_WORDS, draft=draft).config, params, tokenizer)
     rng = np.random.default_rng(0)
     given = [Source(i, [*rng.integers(3, 12, rng.integers(1, 15)).tolist(), 1]) for i in range(12)]
     asked = [{"source_ids": one.content, "id": one.id} for one in given]
-    plain = {"method": "sequential", "unique_rows": False, "draft": "none"}
-    whole, expected = made.decode(asked, **plain), made.decode(asked, method="sequential", batch_size=4)
+    whole = made.decode(asked, method="sequential", unique_rows=False, draft="none")
+    expected = made.decode(asked, method="sequential", batch_size=4)
     repeated = 0
     for free, record in zip(whole, expected, strict=True):
         (tokens,), steps, truncated = free["row_ids"], free["steps"], free["truncated"]
@@ -486,7 +486,7 @@ def test_streams_and_running_batches_of_sequential_answers_end_at_the_first_repe
     requests = [Request(source, "sequential", max_tokens=most) for most in (None, 9) for source in given]
     with engine.scheduler.waiting.lock:  # the requests arrive together: one batch is compiled
         submitted = [engine.submit(request) for request in requests]
-    answers = [list(answer.events()) for answer in submitted]
+    answers: Any = [list(answer.events()) for answer in submitted]
     engine.close(drain=True, seconds=60)
     for wanted, (*events, record), request in zip(expected * 2, answers, requests, strict=True):
         (tokens,) = wanted["row_ids"]
