@@ -1,4 +1,6 @@
-"""Configs as files and on the command line: loading, overriding, JSON. Standard library only.
+"""Configs as files and on the command line: loading, overriding, JSON.
+
+The module itself needs only the standard library.
 
 A config file is a short Python file that assigns `config = Config(...)`, or the `config.json` of a run.
 """
@@ -223,7 +225,7 @@ def to_json(config: Config) -> str:
 
 
 def _has_class(value: object) -> bool:
-    """Whether the JSON form of a section names its class, because the section may be of several classes."""
+    """Returns whether the JSON form of a section names its class, because the section may be of several classes."""
     return value is not None and type(value) is not T5Config
 
 
@@ -252,7 +254,7 @@ def described(value: Any, key: str = "method") -> JsonObject:
 
 
 def is_class_name(value: object) -> bool:
-    """Whether the value of a setting has the form MODULE:CLASS."""
+    """Returns whether the value of a setting has the form MODULE:CLASS."""
     return isinstance(value, str) and all(value.partition(":"))
 
 
@@ -293,7 +295,7 @@ def _check_imported(name: str, key: str) -> None:
 def _of_class(name: str, section: JsonObject, key: str = "method") -> Any:
     """Makes a method, backbone or drafter of the named class.
 
-    A backbone gets the values of `section`; others get them only if `section` describes the same class.
+    A backbone gets the values of `section`; other objects get these values only if `section` describes the same class.
     """
     name = METHODS.get(name, name) if key == "method" else name
     is_same = key == "model" or section["class"] == name
@@ -330,7 +332,7 @@ def find_class(name: str, key: str = "method") -> Any:
 
 
 def takes(command: Command, key: str) -> bool:
-    """Whether --set of a command may change the setting of a dotted key, or all keys of the section of this name.
+    """Returns whether --set of a command may change the setting of a dotted key, or all settings of a section.
 
     A key that no section of `Config` declares, such as one of a method, has the facts of its section.
     """
@@ -360,14 +362,14 @@ def not_taken(command: Command, key: str, where: str) -> UserError:
 
 
 def _names_backbone(key: str, value: object) -> bool:
-    """Whether a setting names a backbone's class, model=MODULE:CLASS; if so, imports its module."""
+    """Returns whether a setting is model=MODULE:CLASS, the class of a backbone; if so, imports the module."""
     return key == "model" and isinstance(value, str) and ":" in value and bool(find_class(value, key))
 
 
 def backbone(overrides: Overrides) -> type[Backbone] | None:
     """Returns the class in `--set model=MODULE:CLASS`, or None without it.
 
-    Commands call it whose only setting is the class of a backbone.
+    This function serves commands whose only setting is the class of a backbone.
 
     Raises:
       UserError: there is another setting.
@@ -426,8 +428,8 @@ def _with_present_keys(values: Any, where: str) -> Any:
 def from_saved(values: object, *, where: str) -> Config:
     """Reads a config that was saved with weights, from its parsed JSON.
 
-    Configs saved by older releases lack `data.special_tokens`. Weights trained by these keep the source ids of their
-    training; converted weights get transformers' ids.
+    Configs saved by older releases lack `data.special_tokens`. Weights that such a release trained keep the source
+    ids of their training; converted weights get transformers' ids.
     """
     config = from_json(json.dumps(values), where=where)
     if config.train.method != "none" and lacks_special_tokens(values):
@@ -436,7 +438,7 @@ def from_saved(values: object, *, where: str) -> Config:
 
 
 def lacks_special_tokens(values: object) -> bool:
-    """Whether the config was saved by an older release, without `data.special_tokens`."""
+    """Returns whether the config was saved by an older release, without `data.special_tokens`."""
     data = values.get("data") if isinstance(values, dict) else None
     return not isinstance(data, dict) or "special_tokens" not in data
 
@@ -473,7 +475,7 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
 
     Args:
       node: the section.
-      keys: the path of the setting below it.
+      keys: the path of the setting below the section.
       value: the new value.
       full: the dotted key, for messages.
       written: whether the value is text that has to be parsed.

@@ -1,6 +1,6 @@
 """The schema of an experiment: frozen dataclasses, and the checks that need no files.
 
-Imports only the standard library.
+The module itself needs only the standard library.
 """
 
 import dataclasses
