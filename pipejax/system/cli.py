@@ -152,7 +152,13 @@ def _former(flag: str, present: str) -> Callable[[str], str]:
 
 
 def _assignment(text: str) -> str:
-    """The argparse type of KEY=VALUE. In "--set KEY VALUE", VALUE would be reported as an unexpected argument."""
+    """Checks that a text has the form KEY=VALUE, and returns the text; the type of --set for argparse.
+
+    Without this check, argparse would report the VALUE of "--set KEY VALUE" as an unexpected argument.
+
+    Raises:
+      UserError: the text has no "=".
+    """
     if "=" not in text:
         raise UserError(f"--set {text}", found="no '='", expected="key=value")
     return text
@@ -206,7 +212,7 @@ _lines = _LineHandler()
 
 @contextlib.contextmanager
 def adopted(*names: str) -> Iterator[None]:
-    """A context in which records of libraries' loggers are written like the command's lines."""
+    """Returns a context manager in which records of libraries' loggers are written like the command's lines."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:
@@ -304,7 +310,10 @@ _unneeded: list[int] = []  # ids of threads in `unneeded`
 
 @contextlib.contextmanager
 def unneeded() -> Iterator[None]:
-    """A context, in a thread, for work such as compiling ahead that a command may leave unfinished when it ends."""
+    """Returns a context manager for work that a command may leave unfinished when the command ends.
+
+    An example is compiling ahead. The work is done in a thread of its own, which enters the context manager.
+    """
     _unneeded.append(threading.get_ident())
     try:
         yield
@@ -313,10 +322,10 @@ def unneeded() -> Iterator[None]:
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
-    """Writes one line about an error that the user can fix.
+    """Writes one line about an error that the user can fix, except for a `streams.ReaderGone`.
 
     Returns:
-      Its exit code; EXIT_OUR_MISTAKE for any other error, about which nothing is written.
+      The exit code of the error; EXIT_OUR_MISTAKE for any other error, about which nothing is written.
     """
     if isinstance(error, KeyboardInterrupt):
         note(f"interrupted{f' {error}' if str(error) else ''}")

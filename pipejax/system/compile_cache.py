@@ -31,9 +31,9 @@ def directory() -> Path | None:
 def safe_directory() -> Path | None:
     """Returns the cache's directory, created if missing; None if it is off, unusable or writable by other users.
 
-    The files in it are executed, so only this user and root may be able to write to it: a new directory has mode 700.
-    Root's directory is only read (`is_writable`): it may be part of an image that another user runs. If the directory
-    cannot be used, this is logged and nothing is cached.
+    The files of the cache are executed, so only this user and root may be able to write to the directory: a new
+    directory has mode 700. Root's directory is only read (`is_writable`): it may be part of an image that another user
+    runs. If the directory cannot be used, a warning is logged and nothing is cached.
     """
     path = directory()
     if path is None:
@@ -49,7 +49,7 @@ def safe_directory() -> Path | None:
 
 
 def is_writable(path: Path) -> bool:
-    """Whether new files may be written to the cache's directory; if not, this is logged once."""
+    """Returns whether new files may be written to the cache's directory; if not, a warning is logged once."""
     if os.access(path, os.W_OK):
         return True
     _say_once(
@@ -60,7 +60,7 @@ def is_writable(path: Path) -> bool:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user and root may write to the path, so that its files may be executed.
+    """Returns whether only this user and root may write to the path, so that its files may be executed.
 
     Raises:
       OSError: the path cannot be examined.
@@ -84,7 +84,11 @@ def _trouble(path: Path) -> str:
 
 
 def use_cache() -> Path | None:
-    """Enables JAX's compilation cache in this directory, unless the user configured one; returns its directory."""
+    """Enables JAX's compilation cache in `safe_directory()`, unless the user configured a cache.
+
+    Returns:
+      The directory of the cache; None if programs are not cached.
+    """
     if own := jax.config.values["jax_compilation_cache_dir"]:
         return Path(own)
     path = safe_directory()

@@ -22,8 +22,9 @@ class CompiledPrograms(dict[Hashable, Any]):
     def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the program of a key, compiled by `make` if the table does not have it.
 
-        A call waits while another thread compiles the program. If the other thread fails, it compiles the program
-        itself, because a compilation that lacked memory may succeed later. `make` may call `find` with other keys.
+        A call waits while another thread compiles the program. If the other thread fails, the waiting call
+        compiles the program, because a compilation that lacked memory may succeed later. `make` may call `find` with
+        other keys.
 
         Args:
           key: the key.

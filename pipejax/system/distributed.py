@@ -45,7 +45,7 @@ _SHARED = "shared_by_all_processes"  # the attribute of an exception that all pr
 
 
 def shared(error: BaseException) -> bool:
-    """Whether all processes raised this error."""
+    """Returns whether all processes raised this error."""
     return hasattr(error, _SHARED)
 
 
@@ -61,7 +61,7 @@ def join_processes(
 ) -> bool:
     """Joins the processes of this run; returns whether there are several.
 
-    Must be called before anything uses a device.
+    The function must be called before anything uses a device.
 
     Args:
       coordinator: HOST:PORT of process 0; None: from the environment.
@@ -69,7 +69,7 @@ def join_processes(
       process_id: the index of this process; None: from the environment.
       heartbeat: seconds of silence after which a process counts as dead.
       patience: seconds to wait for process 0.
-      alone: run a single process, regardless of the environment.
+      alone: whether to run a single process, regardless of the environment.
       environment: the variables of the launcher.
 
     Raises:
@@ -128,7 +128,7 @@ def _await(coordinator: str, patience: float) -> None:
     """Waits until process 0 accepts connections.
 
     Raises:
-      UserError: it does not within `patience` seconds.
+      UserError: process 0 does not accept connections within `patience` seconds.
     """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + patience
@@ -157,7 +157,10 @@ def _whole_number(name: str, value: int | None, environment: Mapping[str, str]) 
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Returns number of processes, rank and local rank as set by srun or mpirun; None unless a step has several."""
+    """Returns the number of processes, the rank and the local rank that srun or mpirun set.
+
+    The result is None unless there are several processes. Variables of srun count only within a step.
+    """
     for names in LAUNCHERS:
         values = [environment.get(name, "") for name in names]
         started = names[0] != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in environment
@@ -167,7 +170,7 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | Non
 
 
 def _detected_by_jax(environment: Mapping[str, str]) -> bool:
-    """Whether JAX can detect the processes of an indexed Kubernetes job or of Cloud TPU machines."""
+    """Returns whether JAX can detect the processes of an indexed Kubernetes job or of Cloud TPU machines."""
     job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
     if job and importlib.util.find_spec("kubernetes") is not None:
         return True
@@ -184,18 +187,18 @@ def _detected_by_jax(environment: Mapping[str, str]) -> bool:
 
 
 def lost(error: BaseException) -> bool:
-    """Whether the error means that another process of the run ended or cannot be reached."""
+    """Returns whether the error means that another process of the run ended or cannot be reached."""
     words = r"gloo|nccl|connection (reset|closed|refused)|coordination service|heartbeat|broken pipe|deadline_exceeded"
     return isinstance(error, RuntimeError | ValueError) and bool(re.search(words, str(error), re.I)) and several()
 
 
 def several() -> bool:
-    """Whether the run has several processes."""
+    """Returns whether the run has several processes."""
     return jax.process_count() > 1
 
 
 def first() -> bool:
-    """Whether this is process 0, which writes the log, the config and the lines for the user."""
+    """Returns whether this is process 0, which writes the log, the config and the lines for the user."""
     return jax.process_index() == 0
 
 
@@ -230,10 +233,10 @@ def check_same(text: str, what: str) -> None:
 
 @contextlib.contextmanager
 def fail_together(*kinds: type[Exception]) -> Iterator[None]:
-    """A context that succeeds in all processes or in none; every process must enter it.
+    """Returns a context manager whose block succeeds in all processes or in none; every process must enter it.
 
-    If one process raises an exception of one of the `kinds`, all processes raise it at the end of the block, so that
-    none waits forever for another.
+    If one process raises an exception of one of the `kinds`, all processes raise the exception at the end of the block,
+    so that no process waits forever for another.
     """
     problem: Exception | None = None
     try:
@@ -261,7 +264,7 @@ def fail_together(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[None]:
-    """A context that ends this process at once if it raises an error that the other processes do not raise.
+    """Returns a context manager that ends this process at once if the block raises an error in this process alone.
 
     Otherwise the other processes would wait for this one. `explain` reports the error and returns the exit code.
     `joined` is the result of `join_processes`, because `several` would ask JAX, which may have no device.

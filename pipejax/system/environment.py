@@ -1,6 +1,6 @@
 """Checks the environment's settings of JAX and XLA: resets settings that change results, refuses unusable ones.
 
-Imports only the standard library, so that it can act before JAX is imported.
+The module needs only the standard library, so that it can act before JAX is imported.
 """
 
 import contextlib

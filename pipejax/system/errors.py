@@ -61,9 +61,9 @@ FIELDS = ("place", "problem", "found", "expected", "hint")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error reports a lack of memory, of the host or of a device.
+    """Returns whether an error reports a lack of memory, of the host or of a device.
 
-    XLA reports it as a RuntimeError with a certain message.
+    XLA reports a lack of memory as a RuntimeError with a certain message.
     """
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

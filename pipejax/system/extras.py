@@ -16,7 +16,11 @@ CLONE = Path(__file__).parents[2]  # the root of the repository, or the director
 
 @contextlib.contextmanager
 def extra(name: str, place: object) -> Iterator[None]:
-    """A context for importing libraries of the extra `name`; the error message begins with `place`."""
+    """Returns a context manager for importing libraries of the extra `name`.
+
+    Raises:
+      UserError: a library is not installed. The message begins with `place`.
+    """
     try:
         yield
     except ImportError as error:
@@ -39,7 +43,7 @@ def module(library: str, name: str, place: object) -> types.ModuleType:
 def command(name: str) -> str:
     """Returns the command that installs an extra.
 
-    In a clone of the repository it installs the clone with the extra, else the extra's libraries by name.
+    In a clone of the repository, the command installs the clone with the extra; elsewhere, the libraries of the extra.
     """
     if (CLONE / "pyproject.toml").is_file():
         return f"pip install -e '{CLONE}[{name}]'"

@@ -1,6 +1,6 @@
 """Dataclasses of settings: legal ranges of fields, checks of types and ranges, and values parsed from text.
 
-It imports the standard library only.
+The module needs only the standard library.
 """
 
 import contextlib

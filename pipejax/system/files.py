@@ -47,7 +47,7 @@ def absolute(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def writing(place: str | Path) -> Iterator[None]:
-    """A context for writing to a place; an OSError becomes a UserError that names the place."""
+    """Returns a context manager that turns an OSError of writing into a UserError that names the place."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,10 @@ def writing(place: str | Path) -> Iterator[None]:
 
 
 def is_misread(text: str) -> bool:
-    """Whether a command-line text is UTF-8 that Python decoded otherwise, because of PYTHONUTF8=0 or the locale."""
+    """Returns whether a command-line text is UTF-8 that Python decoded otherwise.
+
+    The reason is PYTHONUTF8=0 or the locale.
+    """
     try:
         os.fsencode(text).decode()
     except UnicodeError:
@@ -71,8 +74,8 @@ def read_small(path: str | Path, most: int = SMALL) -> bytes:
     """Returns the content of a file.
 
     Raises:
-      UserError: it is larger than `most` bytes, or not a regular file.
-      OSError: it cannot be read.
+      UserError: the file is larger than `most` bytes, or not a regular file.
+      OSError: the file cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe would wait for a writer
     with open(handle, "rb") as file:
@@ -196,7 +199,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Gives an empty file to write; at the end it is synced and renamed to `path`, replacing an existing file."""
+    """Yields an empty file to write. At the end the file is synced and renamed to `path`.
+
+    A file that exists at `path` is replaced. If the block raises an exception, `path` does not change.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     os.close(handle)
     try:
@@ -212,7 +218,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Gives a directory to fill. At the end it is synced and renamed to `target`, which is absent or empty.
+    """Yields a directory to fill. At the end the directory is synced and renamed to `target`, which is absent or empty.
 
     If the block raises an exception, the directory is removed.
     """

@@ -82,10 +82,11 @@ class Progress:
 
     @contextlib.contextmanager
     def aside(self, what: str, of: str, first: str = "") -> Iterator[Callable[[str], None]]:
-        """A context in which the counted work pauses; rates and the time left ignore it.
+        """Returns a context manager for other work, during which the counted work pauses.
 
-        Shows the name of the work with its duration the last time, or `first`, and repeats a line while it runs. Yields
-        a function that sets the progress in these lines, such as "3 of 8 answers".
+        Rates and the time left ignore the pause. A line, which is repeated during the work, shows the name of the work
+        with the duration of the last such work, or with `first`. The context manager yields a function that sets the
+        progress in these lines, such as "3 of 8 answers".
         """
         begun, took, reached = time.monotonic(), self._took.get(what), ""
         text = f"{what} {of}" + (first if took is None else f", {took:.0f} s the last time")

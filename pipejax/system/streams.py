@@ -24,7 +24,10 @@ class _Stream(io.RawIOBase):
     """Writes to a file descriptor until a write fails; drops everything after that."""
 
     def __init__(self, descriptor: int, name: str = "") -> None:
-        """With a name, the first failure raises a UserError or ReaderGone; without one, it is ignored."""
+        """Creates a stream for a file descriptor.
+
+        The first failure of a stream with a name raises a UserError or ReaderGone. Without a name, it is ignored.
+        """
         self._descriptor, self._name, self._dead = descriptor, name, False
 
     def writable(self) -> bool:
@@ -40,7 +43,7 @@ class _Stream(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: Any) -> int:
-        """Writes bytes; waits if the descriptor is non-blocking and full. After a failure, drops them.
+        """Writes bytes; waits if the descriptor is non-blocking and full. After a failure, bytes are dropped.
 
         Raises:
           UserError: the first failure of a stream with a name.

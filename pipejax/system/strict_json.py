@@ -37,7 +37,7 @@ def loads(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = No
     Raises:
       DuplicateKey: an object has a duplicate key.
       ValueError: the text is not JSON.
-      RecursionError: it is nested too deeply.
+      RecursionError: the text is nested too deeply.
     """
     if parse_constant is None and isinstance(text, str) and not text.startswith("\ufeff"):
         return DECODER.decode(text)

@@ -132,7 +132,8 @@ class Trial:
 def try_kernels_early(*, trains: bool) -> None:
     """Tries the kernels for GPUs whose verdicts are missing, before this process uses a GPU.
 
-    Where only one process may use a GPU, later trials would fail. Does nothing on a machine without NVIDIA GPUs.
+    Where only one process may use a GPU, later trials would fail. On a machine without NVIDIA GPUs, the function
+    does nothing.
 
     Args:
       trains: whether gradients are needed.
