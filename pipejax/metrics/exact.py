@@ -25,7 +25,7 @@ _LENGTHENED = re.compile(rf"(?<=\d)(?=[{_MORE}])")
 
 
 def fold(text: str) -> str:
-    """Returns the text in NFKC with single spaces, except that 10² does not become 102, nor 1½ 11⁄2."""
+    """Returns the text in NFKC with single spaces. A "^" keeps 10² from becoming 102, and 1½ from becoming 11⁄2."""
     return " ".join(unicodedata.normalize("NFKC", _LENGTHENED.sub("^", text)).split())
 
 

@@ -65,7 +65,7 @@ def per_document(
     """Returns precision, recall and F1 of each document, for each kind at each cut, 0 to 1.
 
     The arguments are as for `metrics.score`. An empty gold phrase counts as absent; an empty prediction is ignored.
-    `by_spaces`: use the tokenisation of KP20k and KPTimes.
+    `by_spaces`: whether to use the tokenisation of KP20k and KPTimes.
     """
     documents, split = [], stems_of if by_spaces else _stemmed_terms
     separator, invalid = (_SEPARATOR, _INVALID) if by_spaces else ("", set[str]())

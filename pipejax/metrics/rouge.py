@@ -21,7 +21,7 @@ def per_document(
 ) -> list[dict[str, float]]:
     """Returns the F1 of ROUGE-1, -2, -L and -Lsum of each document, 0 to 1.
 
-    `ascii_only`: use the library's own words, which are ASCII.
+    `ascii_only`: whether to use the library's own words, which are ASCII.
     """
 
     def stems_of(text: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""Exact and partial match of sets of answer spans (MultiSpanQA; Li et al. 2022). Standard library only."""
+"""Exact and partial match of sets of answer spans (MultiSpanQA; Li et al. 2022).
+
+The module needs only the standard library.
+"""
 
 import difflib
 import re
