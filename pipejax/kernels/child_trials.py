@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 OWN, XLA = "pipejax's kernels", "XLA's kernels"  # the choices of a trial of kernels
 SECONDS = 300.0  # the longest time of a child process
-# Signals from other processes or the system, for example for lack of memory: no evidence against a kernel.
+# Signals from other processes or the system, for example for lack of memory. They are no evidence against a kernel.
 OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 _CHILD = "import sys; from pipejax.kernels import child_trials; child_trials.report(*sys.argv[1:])"
 

@@ -116,7 +116,7 @@ class Method:
     name: ClassVar[str] = ""  # the name in commands and records
     can: ClassVar[frozenset[str]] = frozenset()  # the abilities, a subset of ABILITIES
     choices: ClassVar[int] = 0  # number of target tokens of a slot; targets and weights are [N, choices], or [N] if 0
-    baseline: ClassVar[str] = "sequential"  # the method with whose steps for the same rows reports compare this method
+    baseline: ClassVar[str] = "sequential"  # the method with which reports compare this method's number of steps
     parts_text: ClassVar[bool] = False  # whether rows are parts of one decoded text, so that a row has no token ids
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -30,7 +30,7 @@ class SequentialMethod(Method):
 
     max_length: int  # the most tokens of an answer, eos included
     separator: str  # the text between the rows of a target
-    delay: int  # the delay of the pipelined decoder with whose steps reports compare
+    delay: int  # the delay of the pipelined decoder with which reports compare numbers of steps
 
     name: ClassVar[str] = "sequential"
     can: ClassVar[frozenset[str]] = frozenset(

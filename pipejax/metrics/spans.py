@@ -66,7 +66,7 @@ def _best_overlaps(golds: list[str], guesses: list[str]) -> tuple[float, float]:
     nothing_predicted = guesses in ([], [""])
     if not golds or nothing_predicted:
         return (1.0, 1.0) if not golds and nothing_predicted else (0.0, 0.0)
-    # In characters, like the published scores: difflib's autojunk makes the match shorter from 200 characters on.
+    # Matches are in characters, as in the published scores: difflib's autojunk shortens them from 200 characters on.
     shared = [[difflib.SequenceMatcher(None, g, p).find_longest_match().size for p in guesses] for g in golds]
     precision = sum(max(row[j] for row in shared) / len(p) for j, p in enumerate(guesses) if p)
     recall = sum(max(row) / len(g) for g, row in zip(golds, shared, strict=True) if g)

@@ -177,7 +177,7 @@ def _detected_by_jax(environment: Mapping[str, str]) -> bool:
     try:
         return any(cluster.is_env_present() and cluster.get_process_count() > 1 for cluster in TPU_CLUSTERS)
     except (OSError, RuntimeError, ValueError, LookupError) as error:
-        # Exceptions of `requests`, or of parsing the answer.
+        # The exception comes from `requests`, or from parsing the answer.
         said = " ".join(str(error).split())[:200]
         raise UserError(
             "the metadata of this Cloud TPU machine",

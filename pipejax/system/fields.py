@@ -39,7 +39,8 @@ Effect = typing.Literal["tokens", "text", "trace", "none"]
 class Facts(typing.TypedDict, total=False):
     """The declaration of a setting in addition to its type and default: legal values, and where it may be set.
 
-    The facts of a section apply to each of its keys that does not declare another value.
+    The facts of a section apply to each of its keys that does not declare another value. In the comments, "it" is the
+    setting.
     """
 
     least: float  # the smallest legal number
@@ -51,12 +52,12 @@ class Facts(typing.TypedDict, total=False):
     untold: tuple[str, ...]  # legal texts that messages do not list
     keeps_spaces: bool  # whether --set keeps spaces at the ends of the value
     commands: tuple[Command, ...]  # commands whose --set may change it in a checkpoint; `pipejax train` sets every key
-    with_weights: bool  # whether it is read when weights are loaded, so that no call of a `Generator` can change it
+    with_weights: bool  # whether the setting is read with the weights, so that no call of a `Generator` can change it
     request: bool | tuple[int, int]  # whether a request may send it with the same range; a tuple: with this range
     resume: bool | tuple[str, ...]  # whether a resumed run may change it; a tuple: if these fingerprints are unchanged
     records: Effect  # the effect of the setting on a record
-    read_by: str  # the only method of pipejax that reads it
-    ability: str  # the ability without which a method does not read it, a key of `methods.ABILITIES`
+    read_by: str  # the only method of pipejax that reads the setting
+    ability: str  # the ability without which a method does not read the setting, a key of `methods.ABILITIES`
     asks: bool  # whether a value other than the default is an error, and not ignored, without the ability
     exported: bool  # whether exported programs support values other than the default
     per_update: bool  # whether it is a number of updates, which `pipejax teach` divides because its updates are larger
@@ -113,7 +114,7 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
         texts = value if isinstance(value, tuple) else (value,)
         if (of := SEQUENCES.get(kind)) and (kind != NAMES or isinstance(value, tuple)):
             fits = isinstance(value, tuple) and all(type(one) is of for one in value)
-        # Too large for a float and, if longer still, for conversion to text.
+        # The number is too large for a float and, if it is longer still, for conversion to text.
         if type(value) is int and abs(value) > 10**30:
             raise UserError(f"{where}: {key}", found="a number of more than 30 digits", expected=noun(kind))
         if not fits or (kind is float and not math.isfinite(value)):

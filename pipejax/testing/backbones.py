@@ -166,7 +166,7 @@ def _check_names(case: BackboneCase) -> None:
             refuse(config, "tensors", f"{theirs} for {owners[theirs]} and {path}", "different names")
     if lost := sorted({*config.tables} - shapes.keys()):
         refuse(config, "tables", lost[0], f"the path of a parameter: {' or '.join(sorted(shapes))}")
-    param_shardings(config, unflatten_dict(shapes, sep="/"), make_mesh(1, 1, 1))  # a rule for each
+    param_shardings(config, unflatten_dict(shapes, sep="/"), make_mesh(1, 1, 1))  # an error unless each has a rule
     for path, x in shapes.items():
         expect(config, f"init_params: {path}", x, "float32", x.shape)
         axes = next(axes for pattern, axes in config.sharding if re.fullmatch(pattern, path))
@@ -304,7 +304,7 @@ def _check_gradient(case: BackboneCase) -> None:
     for path, own in gradient.items():
         way = np.asarray(own) if np.any(own) else rng.standard_normal(own.shape)
         way = (way / np.linalg.norm(way)).astype(np.float32)
-        # Small enough that the loss is nearly linear, and large enough that rounding does not matter.
+        # The length is so small that the loss is nearly linear, and so large that rounding does not matter.
         length = min(0.01 * float(np.linalg.norm(flat[path])), 0.01 / (float(np.linalg.norm(own)) or 1e-9))
         ends = [function(unflatten_dict(flat | {path: flat[path] + way * x}, sep="/"))[0] for x in (length, -length)]
         slope, expected = float((own * way).sum()), float(ends[0] - ends[1]) / (2 * length)

@@ -35,7 +35,7 @@ class Level(NamedTuple):
     name: str
     needs: frozenset[str]  # the required processor features
     options: str  # the options of the compiler
-    reading: Reading  # measured; the first three values of "amx" are not, because its products differ
+    reading: Reading  # measured, except for the first three values of "amx", whose products differ
 
 
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
