@@ -142,7 +142,7 @@ class Chart:
           rows: the values of the horizontal lines.
           columns: values of the horizontal axis, with their labels.
           below: pixels from the lower edge to the labels of the columns.
-          parts: what is drawn above the axes, as SVG.
+          parts: SVG elements that are drawn over the axes.
         """
         size = f'viewBox="0 0 {self.width} {self.height}"'
         axes = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-size="12">']

@@ -101,7 +101,7 @@ class Reader:
     """Reads blocks. A compressed file stays open, so that the next block does not decompress its beginning again."""
 
     def __init__(self, root: Path, dialect: Dialect = FOUND) -> None:
-        """`root`: the directory that paths are relative to."""
+        """Opens no file yet. `root`: the directory that paths of blocks are relative to."""
         self.root, self.dialect, self._path, self._stack = root, dialect, "", contextlib.ExitStack()
         self._file: BinaryIO
         self._table: TextTable | None

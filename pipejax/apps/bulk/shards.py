@@ -3,7 +3,7 @@
 skipped/ has a file of the same name with the errors of skipped lines, if there are any.
 
 A shard gets its name only when it is complete and on the disk, and the name identifies its lines. The existing shards
-are therefore the only record of progress, and a process can be killed at any time without making it inconsistent.
+are therefore the only record of progress, and the record stays consistent if a process is killed at any time.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ class Shards:
         `run` is unique to each run of the command.
         """
         self.directory, self.skipped = output / "shards", output / "skipped"
-        # Includes the run's name, so that workers of a killed run do not stop a later run.
+        # The name includes the run's name, so that the request to stop a killed run does not stop a later run.
         self._stop = self.directory / f".stop-{run}"
 
     def stop(self) -> None:
@@ -170,7 +170,7 @@ class Output:
         """
         if not self.manifest.exists():
             self.note(work, [], complete=False)
-            # Created after the manifest, without which the directory would not be recognised.
+            # shards/ is created after the manifest, without which the directory would not be recognised.
             make_directories(self.shards.directory)
             return []
         try:

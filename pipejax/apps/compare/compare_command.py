@@ -130,7 +130,7 @@ def compare_entries(flags: argparse.Namespace) -> int:
         if flags.json not in (None, "-"):
             text = json.dumps({**about, "entries": described}, indent=2, ensure_ascii=False) + "\n"
             cli.write_output("--json", flags.json, text)
-    finally:  # if one output cannot be written, the other one still is
+    finally:  # if one output cannot be written, the other one is still written
         if flags.output:
             cli.write_output("--output", flags.output, quality_page.page(results, about, HEADER, cells))
     return 0

@@ -36,7 +36,7 @@ class Results(NamedTuple):
 
 
 class _Measured:
-    """What was measured of one entry so far."""
+    """The measurements of one entry so far."""
 
     def __init__(self) -> None:
         self.documents: list[metrics.Document] = []  # the terms of the scores, one for each example
@@ -73,7 +73,7 @@ def measure(
       examples: for each entry the examples with the sources that it reads, in the same order; not empty.
       metric: one of `metrics.HEADLINES`.
       batch_size: examples per batch.
-      seed: of the order of the entries.
+      seed: the seed of the order of the entries.
       tick: called with the number of answers after each batch.
     """
     count = len(examples[0])
@@ -127,7 +127,7 @@ def _means(sums: Mapping[str, float], count: int) -> dict[str, float]:
 
 
 def _speed_ratios(sums: Sequence[Mapping[str, float]], _: int) -> dict[str, float]:
-    """The time of the first of two systems, divided by the time of the second."""
+    """Returns the time of the first of two systems divided by the time of the second: in whole, and of the decoder."""
     first, second = sums
     decoders = [own["seconds"] - own["encoder_seconds"] for own in sums]
     return {"whole": first["seconds"] / second["seconds"], "decoder": decoders[0] / decoders[1]}

@@ -8,9 +8,9 @@ minutes. A note has 1-6 rows, in the order of the note; the task is small enough
 
 In the task "demo_long" a note asks for 5-7 of the baskets in `BASKETS`, and a row is a basket's name and contents: 6-9
 words, always the same for the same basket. With rows this long the pipelined decoder takes a quarter of the steps of
-the sequential decoder. The rows are in the alphabetical order of the names, which a small model learns. The order of
-the note it does not learn in minutes: cross-attention knows no positions. It would guess one, and the least rounding
-would change it.
+the sequential decoder. The rows are in the alphabetical order of the names, which a small model learns. A small model
+does not learn the order of the note in minutes, because cross-attention knows no positions: the model would guess an
+order, and the least rounding would change the guess.
 """
 
 import functools
@@ -68,7 +68,7 @@ _SHARES = {"train": (2, 3, 4, 5, 6, 7), "dev": (0,), "test": (1,)}
 def examples(split: str, seed: int = 0, *, long: bool = False) -> Sequence[Example]:
     """Returns the examples of a split.
 
-    Each is generated on first access and depends only on split, index, seed and `long`.
+    Each example is generated on first access and depends only on split, index, seed and `long`.
     """
     if split not in SIZES:
         raise ValueError(f"split: expected one of {', '.join(SIZES)}; got {split!r}")
@@ -122,7 +122,7 @@ class DemoTask:
 def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Example:
     """Draws example number `index` of a split.
 
-    Notes are drawn until one's hash belongs to the split, so that splits are disjoint.
+    Notes are drawn until the hash of a note belongs to the split, so that splits are disjoint.
     """
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
@@ -136,7 +136,7 @@ def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Exampl
         else:
             targets = _things(chance)
             source = _delivery_note(chance, targets, least_words=_LEAST_WORDS)
-        # A hash of the note's text. Python's `hash` is not used, because it differs between processes.
+        # The hash is BLAKE2b of the note's text. Python's `hash` is not used, because it differs between processes.
         if hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8 in share:
             return Example(id=f"{split}-{index}", source=source, targets=targets)
 

@@ -16,7 +16,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def platforms(text: str) -> tuple[str, ...]:
-    """The argparse type of a comma-separated list of platforms."""
+    """Parses a comma-separated list of platforms; an argparse type."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in PLATFORMS:

@@ -142,7 +142,7 @@ def export(
 
 
 def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
-    """Returns the module, the backend and the weights that it has laid out."""
+    """Returns the module, the backend, and the weights in the layout of the backend."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
     if wanted == "auto":  # "auto" is resolved for the platform that runs the program, not for the exporting one
@@ -191,9 +191,10 @@ def _decode(
     source: jax.Array,
     length: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Decodes a batch; this is the function that is exported.
+    """Decodes a batch; this function is exported as a program.
 
-    Its arguments are the last three: weights, source i32 [B, L] and length i32 [B]; the others are static.
+    The arguments of the program are the last three: weights, source i32 [B, L] and length i32 [B]. The other arguments
+    of the function are static.
     """
     ready = unpacked(weights)
     memory = programs.encode_batch(model, ready.encoding, source, length, backend=backend)

@@ -23,15 +23,15 @@ class BranchState:
 
     step: Array  # i32 scalar
     tokens: Array  # i32 [B, R, T], of the open phrases
-    last: Array  # i32 [B, R], their newest tokens
+    last: Array  # i32 [B, R], the newest tokens of the open phrases
     lineage: Array  # i32 [B, R, T], the row in which each token of an open phrase was fed
-    scores: Array  # f32 [B, R], the sums of their tokens' logits
+    scores: Array  # f32 [B, R], the sums of the logits of the open phrases' tokens
     live: Array  # bool [B, R], which rows have an open phrase
     found: Array  # i32 [B, R, T], the tokens of the ended phrases
-    lengths: Array  # i32 [B, R], their numbers of tokens, without end tokens
-    means: Array  # f32 [B, R], the means of their tokens' logits, end tokens included; -inf: none
+    lengths: Array  # i32 [B, R], the numbers of tokens of the ended phrases, without end tokens
+    means: Array  # f32 [B, R], the means of the logits of the ended phrases' tokens and end tokens; -inf: no phrase
     ended: Array  # i32 [B], number of phrases that have ended
-    cut: Array  # bool [B], whether a phrase of a mean above 0 was given up
+    cut: Array  # bool [B], whether `rows` or `times` cut off a phrase that could be in the answer
     steps: Array  # i32 [B], steps until the example was done
 
 
@@ -62,11 +62,11 @@ class Branches(Plain):
         return 1 + self.rows * (self.times - 1)
 
     def start(self, row: Numbers) -> Numbers:
-        """0 for all rows."""
+        """Returns 0 for all rows."""
         return 0 * row
 
     def init(self, batch: int, source: SourceIds | None = None) -> BranchState:
-        """The state with one open phrase, which has no token."""
+        """Returns the state with one open phrase, which has no token."""
         table, none = jnp.zeros((batch, self.rows, self.times), jnp.int32), jnp.zeros(batch, jnp.int32)
         return BranchState(
             step=jnp.int32(0),
@@ -89,7 +89,7 @@ class Branches(Plain):
         return state, Query(state.last, row, jnp.full_like(row, state.step), state.live, lineage=state.lineage)
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
-        """The highest logits f32 [N, K] of each query and their ids i32 [N, K]."""
+        """Returns the highest logits f32 [N, K] of each query, and the ids i32 [N, K] of these candidates."""
         best, ids = jax.lax.top_k(logits.T, min(self.rows + 1, len(logits)))
         return best, ids
 
@@ -137,11 +137,11 @@ class Branches(Plain):
         )
 
     def done(self, state: BranchState) -> Array:
-        """bool [B], whether no phrase is open."""
+        """Returns bool [B], whether no phrase is open."""
         return ~state.live.any(axis=1)
 
     def result(self, state: BranchState) -> Decoded:
-        """The ended phrases with a mean above 0, in descending order; without any, the best ended phrase."""
+        """Returns the ended phrases with a mean above 0, in descending order; without any, the best ended phrase."""
         is_part = (state.means > 0) | ((jnp.arange(self.rows) == 0) & (state.means > -jnp.inf))
         code = jnp.where(state.cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
         return Decoded(state.found, jnp.where(is_part, state.lengths, 0), state.steps, code)

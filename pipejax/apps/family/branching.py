@@ -69,7 +69,7 @@ class Branching(Method):
         return Target(grid.Flat(inputs, targets, weights, row_of, time), len(kept) < len(spelled) or is_open)
 
     def most_slots(self, most: int) -> int:
-        """See `Method`. One slot for each token."""
+        """See `Method`. A target has one slot for each token."""
         return most
 
     def loss(self, logits: "Array", targets: "Array", weights: "Array") -> "tuple[Array, Array]":
@@ -87,18 +87,21 @@ class Branching(Method):
         return (found * counts).sum(), counts.sum()
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """The strategy of the paper's algorithm 1, `Branches`."""
+        """Returns the strategy `Branches`, algorithm 1 of the One2Branch paper."""
         from pipejax.apps.family.branches import Branches
 
         return Branches(self.rows, self.times, self.least, ids.bos, ids.eos, ids.other_ends)
 
     def learned(self) -> dict[str, object]:
-        """No settings: all of them only limit answers."""
+        """Returns no settings, because all settings only limit answers."""
         return {}
 
 
 def _log_one_plus(x: "Array", counts: "Array") -> "Array":
-    """log(1 + Σ exp(x)) over the entries of the last axis that count; neither it nor its gradient overflows."""
+    """Returns log(1 + Σ exp(x)) over the entries of the last axis for which `counts` is True.
+
+    Neither the result nor its gradient overflows.
+    """
     import jax
     import jax.numpy as jnp
 

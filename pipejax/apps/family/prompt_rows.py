@@ -11,5 +11,5 @@ class Prompts(Pipelined):
     """Algorithm 1 with a delay of 0 and a group for each row."""
 
     def group(self, row: Numbers) -> Numbers:
-        """The group of a row, see `grid.shares_group`."""
+        """Returns the group of a row, see `grid.shares_group`."""
         return row + 1

@@ -32,12 +32,12 @@ class PromptInDecoder(NamedRows):
         super().check()
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """See `Method`. The layout of named rows without end tokens, as no other row sees them."""
+        """See `Method`. The layout is that of named rows, but no end token is fed, since no other row would see it."""
         flat, was_cut = super().target(rows, spells, ids, most=most, where=where)
         return Target(grid.Flat(*(x[flat.inputs != ids.eos] for x in flat)), was_cut)
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """The strategy `Prompts`."""
+        """Returns the strategy `Prompts`."""
         from pipejax.apps.family.prompt_rows import Prompts
 
         return Prompts(0, self.grid.time_max, self.grid.sub_max, bos=ids.bos, eos=ids.eos, other_ends=ids.other_ends)

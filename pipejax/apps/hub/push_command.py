@@ -69,7 +69,7 @@ def upload(directory: Path, name: str, *, private: bool) -> str:
     Files of an earlier model that would be read with the new model are deleted, and the log names them.
 
     Raises:
-      UserError: the hub refuses it.
+      UserError: the hub refuses the upload.
     """
     import huggingface_hub
 
@@ -87,7 +87,7 @@ def upload(directory: Path, name: str, *, private: bool) -> str:
 
 
 def is_of_model(file: str) -> bool:
-    """Whether transformers or pipejax reads a file of a repository with this path as a part of a model."""
+    """Returns whether transformers or pipejax reads a file of a repository with this path as a part of a model."""
     return file.startswith("custom_generate/") or any(fnmatch.fnmatchcase(file, pattern) for pattern in OF_MODEL)
 
 

@@ -57,7 +57,7 @@ def _builder(task: Published) -> type[Builder]:
     return type(task.name.capitalize(), (Builder,), {"__module__": __name__, **facts})
 
 
-# By the data set's name in TFDS. The last three builders are TFDS's.
+# The builders by the names of the data sets in TFDS. The last three are builders of TFDS.
 BUILDERS = {
     **{task.name: _builder(task) for task in (MSQA, KP20K, KPTIMES, WIKIHOWQA, SUMPUBMED)},
     "cnn_dailymail": CnnDailymail,
@@ -111,7 +111,10 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
 
 @contextlib.contextmanager
 def _without_bucket() -> Iterator[None]:
-    """A context in which TFDS does not query its bucket for the data set, which would create an empty directory."""
+    """Returns a context in which TFDS does not query its bucket for a data set.
+
+    The query would create an empty directory.
+    """
     looks = tfds.core.DatasetInfo.initialize_from_bucket
     tfds.core.DatasetInfo.initialize_from_bucket = lambda info: None
     try:

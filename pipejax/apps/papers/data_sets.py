@@ -189,7 +189,7 @@ KP20K = Published(
     read=_kp20k,
     fields={"id": str, "title": str, "abstract": str, "keyphrases": list},
     source=lambda record: f"Title: {record['title']} Context: {record['abstract']}",
-    # Present keyphrases in order of appearance, then absent ones.
+    # Present keyphrases come first, in order of appearance, then absent ones.
     targets=lambda record: keyphrases(f"{record['title']} {record['abstract']}", record["keyphrases"]),
     metric="keyphrases_kp20k",
     separator="; ",

@@ -45,7 +45,7 @@ class File(NamedTuple):
         """Opens the file for reading bytes.
 
         Raises:
-          UserError: it cannot be opened.
+          UserError: the file cannot be opened.
         """
         if not self.member:
             return open_file(self.path, "a publisher's file")
@@ -72,7 +72,7 @@ class File(NamedTuple):
         """Returns the whole content.
 
         Raises:
-          UserError: it is longer than WHOLE, or cannot be read.
+          UserError: the file is longer than WHOLE, or cannot be read.
         """
         with self.open() as file:
             # zipfile reads no more of a member than its header declares.
@@ -90,7 +90,7 @@ class Manual:
     def __init__(self, directory: str | Path, *, expected: str) -> None:
         """Lists the directory and its zip files.
 
-        `expected` describes the files that it should contain, for messages.
+        `expected` describes the files that the directory should contain, for messages.
         """
         self.directory, self.expected = Path(directory), expected
         if (found := look(self.directory, "--manual-dir")) != "directory":
@@ -108,7 +108,11 @@ class Manual:
                 yield File(path)
 
     def find(self, *names: str) -> File | None:
-        """Returns the file with one of these names, or None."""
+        """Returns the file with one of these names, or None.
+
+        Raises:
+          UserError: two files with the same name are in directories of the same depth.
+        """
         for name in names:
             found = [file for file in self.files if file.name == name]
             depth = [len(Path(str(file)).parts) for file in found]
@@ -124,12 +128,16 @@ class Manual:
         """Returns the file with one of these names.
 
         Raises:
-          UserError: there is none.
+          UserError: there is no such file.
         """
         return self.find(*names) or self.missing(names[0])
 
     def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:
-        """Returns the file of each split that has one, given the possible names by split; logs the other splits."""
+        """Returns the file of each split that has one, given the possible names by split; logs the other splits.
+
+        Raises:
+          UserError: no split has a file.
+        """
         found = {split: file for split, options in names.items() if (file := self.find(*options))}
         if not found:
             self.missing(" or ".join(name for options in names.values() for name in options))
@@ -141,7 +149,7 @@ class Manual:
         """Returns the files in all folders of this name, by file name.
 
         Raises:
-          UserError: there are none.
+          UserError: there are no such files.
         """
         found = {file.name: file for file in reversed(self.files) if file.folder == folder}
         return found or self.missing(f"{folder}/")
@@ -156,7 +164,7 @@ def _archive(path: Path) -> zipfile.ZipFile:
     """Opens a zip file, and keeps the latest ones open.
 
     Raises:
-      UserError: it cannot be read.
+      UserError: the zip file cannot be read.
     """
     try:
         return zipfile.ZipFile(path)

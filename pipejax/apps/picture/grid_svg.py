@@ -106,9 +106,9 @@ def fill(
 def svg(grid: Grid, *, page: bool = False) -> str:
     """Returns the grid as a standalone SVG that is legible on light and dark backgrounds.
 
-    Time-steps are horizontal, rows vertical, and the colour shows the time-step. Below, on one scale: the steps of the
-    pipelined decoder, and the steps of a sequential decoder for the same text. With `page`, the SVG has no caption,
-    and the page sets the current time-step.
+    Time-steps are horizontal, rows vertical, and the colour shows the time-step. Below the grid are the steps of the
+    pipelined decoder and, on the same scale, the steps of a sequential decoder for the same text. With `page`, the SVG
+    has no caption, and the page sets the current time-step.
     """
     pitch, top, caption = pitch_of(grid), top_of(page=page), facts(grid)
     column, size = _column_of_tokens(grid)

@@ -131,7 +131,7 @@ def _source(path: str, name: str, settings: Config | None) -> tuple[object, list
 def _empty_row(
     found: Object, rows: list[list[str]], trace: list[list[RowCall]] | None, *, is_due: bool, sub_max: int | None
 ) -> tuple[bool, list[str]]:
-    """Returns whether an empty row began, if there was time for it, and remarks if that is unknown."""
+    """Returns whether an empty row began, provided that there was time for one, and remarks if that is unknown."""
     if trace is not None:  # a trace shows it, the record itself does not
         return any(one.written and one.row == len(rows) for call in trace for one in call), []
     if found.get("truncated") != "time_max" or not is_due:

@@ -14,7 +14,7 @@ from pipejax.apps.picture.picture_text import INK, QUIET, dotted, label, shorten
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of a written token, height of a rejected draft, and the gap between rows
 MOST = 20  # columns that fit the page; with more, the page gets wider, so that texts stay readable
 FILL = {"own": "#9dc5eb", "accepted": "#cfe39a"}
-# In addition to colours, for readers who cannot tell these apart.
+# Signs in addition to the colours, for readers who cannot tell the colours apart.
 MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}
 SAID = {"own": "written without a draft", "accepted": "accepted draft", "rejected": "rejected draft"}
 

@@ -27,7 +27,7 @@ from pipejax.training.memory import GIB
 
 
 def _gib(text: str) -> float:
-    """The argparse type of a number of GiB."""
+    """Parses a number of GiB; an argparse type."""
     try:
         return float(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The memory that a training step needs on each device: the estimate, by compiling the step, and by running it."""
+"""The memory that a training step needs on each device: an estimate, the compiler's figure, or a measurement."""
 
 import itertools
 import time

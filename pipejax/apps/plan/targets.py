@@ -119,7 +119,7 @@ _added: set[str] = set()
 
 
 def _add_compiler(module: str) -> None:
-    """Registers a compiler with JAX: it is installed in a place where JAX does not look for plugins."""
+    """Registers a compiler with JAX, which does not look for plugins where the compiler is installed."""
     if module in _added:
         return
     place = str(Path(sys.prefix) / "programs")

@@ -1,8 +1,8 @@
 """A short training with earlier rows visible completely, in part, or not at all, so that `pipejax probe` may hide them.
 
 A model that has always seen the complete text performs badly when a part is hidden, whether it needs the part or not. A
-few hundred updates with the masks of the measurement make it robust to hidden parts; the remaining loss then shows what
-it needs.
+few hundred updates with the masks of the measurement make the model robust to hidden parts; the remaining loss then
+shows which parts the model needs.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Computes the likelihoods of labelled examples' tokens from a checkpoint; writes one line per example as it goes."""
+"""Computes the likelihoods of labelled examples' tokens from a checkpoint, and writes one line for each example."""
 
 import dataclasses
 import hashlib
@@ -37,7 +37,7 @@ DECIMALS = 5  # decimals of nats in the output
 
 
 class Found(Summary):
-    """The content of probe.json: the summary, and what was measured."""
+    """The content of probe.json: the summary, and facts about the measurement."""
 
     checkpoint: str
     step: int
@@ -150,7 +150,7 @@ def _encode(
 def conditions(targets: Sequence[Parted]) -> list[Condition]:
     """Returns the conditions of a measurement.
 
-    They are WHOLE, each Δt of DELAYS, HIDDEN, and WHOLE without each single row that later rows could see.
+    The conditions are WHOLE, each Δt of DELAYS, HIDDEN, and WHOLE without each single row that later rows could see.
     """
     height = min(max(int(target.row.max()) for target in targets), ROWS - 1)
     seen = [Condition(WHOLE), *map(Condition, DELAYS), Condition(HIDDEN)]
@@ -215,7 +215,7 @@ def _digest_of(targets: Sequence[Parted], ids: Sequence[str] = ()) -> str:
 def _line(example: Example, target: Parted, found: np.ndarray) -> bytes:
     """Returns the JSON line of an example, from its likelihoods f32 [C, N].
 
-    It has the likelihoods by condition, row and token, and the cost of hiding each row.
+    The line has the likelihoods by condition, row and token, and the cost of hiding each row.
     """
     counts = target.encoded.target.weights > 0
     rows = [np.flatnonzero(counts & (target.row == row)) for row in range(int(target.row.max()) + 1)]

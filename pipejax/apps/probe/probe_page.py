@@ -1,4 +1,4 @@
-"""The page of a summary: its sentence, the costs as bars, the graph of rows, and tables. It is self-contained.
+"""The self-contained page of a summary: its sentence, the costs as bars, the graph of rows, and tables.
 
 page.html, a `string.Template`, has the layout and the colours.
 """

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
 DELAYS = (4, 2, 1, 0)
-# Of conditions, in the order of decreasing visibility.
+# The names of the conditions, in the order of decreasing visibility.
 NAMES = ("whole", *(f"delay_{delay}" for delay in DELAYS), "hidden")
 ROWS = 8  # rows that have a line of a table and a node of the graph; later rows share a line
 PLACES = ("first", "second", "third", "later", "last")  # positions of a token in its row
@@ -153,7 +153,7 @@ def ignorance(nats: float, chance: float) -> str:
 
 
 def is_significant(found: Cost) -> bool:
-    """Whether a cost is significant: by its size, and by two standard errors."""
+    """Returns whether a cost is significant: at least LEAST, and at least two standard errors."""
     return found["cost"] >= max(LEAST, 2 * found["error"])
 
 

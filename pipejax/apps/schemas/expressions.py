@@ -151,7 +151,7 @@ class Expressions:
         """Builds the automaton of several languages, one initial state for each.
 
         Raises:
-          TooLarge: it would have more than `most` states, or needs too much work.
+          TooLarge: the automaton would have more than `most` states, or need too much work.
         """
         masks = b"".join(node.mask.to_bytes(32, "little") for node in self._nodes if node.kind == "bytes")
         bits = np.unpackbits(np.frombuffer(masks, np.uint8).reshape(-1, 32), axis=1, bitorder="little")

@@ -24,7 +24,7 @@ LEAST = 512, 1024
 
 
 class TableTooLarge(Exception):
-    """The table would have too many entries, or computing it would take too much work."""
+    """Raised if a table would have too many entries, or if computing the table would take too much work."""
 
 
 @flax.struct.dataclass
@@ -87,7 +87,7 @@ class Table:
 
     @classmethod
     def least(cls, size: int) -> "Table":
-        """A table of the usual shape for a vocabulary of `size` tokens: every token leads from state 1 to state 1."""
+        """Returns a table of the usual shape for a vocabulary of `size` tokens; all lead from state 1 to state 1."""
         return cls._padded(np.zeros(size, np.int32), np.asarray([[0, 1]], np.int32), np.asarray([False, True]))
 
     @classmethod
@@ -129,7 +129,7 @@ class Grammar(Rule):
     ends: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))  # tokens that end a row
 
     def init(self, batch: int, rows: int) -> Array:
-        """See `Rule`. The states of the rows after their given prefixes."""
+        """See `Rule`. Returns the states of the rows after their given prefixes."""
         return jnp.asarray(self.starts)
 
     def apply(self, logits: Array, queries: Queries, state: Array) -> Array:

@@ -114,7 +114,7 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two values are equal in JSON Schema: 1 equals 1.0, but true equals no number."""
+    """Returns whether two values are equal in JSON Schema: 1 equals 1.0, but true equals no number."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -374,7 +374,7 @@ def _known(given: object, where: str, *names: str) -> Object:
     """Returns the schema if it is an object whose keys are among `names` or have no effect.
 
     Raises:
-      UserError: it is not, or it has another key.
+      UserError: the schema is not an object, or has another key.
     """
     if not isinstance(given, Mapping):
         raise _schema_refusal(where, given, "a schema, which is an object")

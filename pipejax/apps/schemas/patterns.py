@@ -160,8 +160,8 @@ class _PatternReader:
     def _character(self, *, wide: bool = False) -> Ranges:
         """Returns the code of a character, or all characters of a class such as "d" after a backslash.
 
-        ECMA's and Unicode's definitions of a class differ. `wide`: use the characters in any of them, else those in
-        all.
+        ECMA's and Unicode's definitions of a class differ. With `wide`, the result has the characters in any of the
+        definitions, otherwise only the characters in all of them.
         """
         if not self._peek():
             raise self._refusal("'[' without ']'", r"a bracket that closes it, or '\['")

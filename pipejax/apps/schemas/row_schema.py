@@ -33,7 +33,7 @@ KEPT_REFUSALS = 256
 STATES = 1 << 15  # the most states of a schema's automaton
 ENTRIES = 1 << 24  # the most entries of its table, 64 MiB
 
-Key = tuple[object, ...]  # what a compiled schema depends on
+Key = tuple[object, ...]  # the values that a compiled schema depends on
 Value = TypeVar("Value")
 
 
@@ -151,7 +151,7 @@ class Schemas(AnswerFormats):
         """Returns the schema if it is in the cache.
 
         Raises:
-          UserError: it was refused before.
+          UserError: the schema was refused before.
         """
         if fields := self._refused.get(key):
             raise UserError(**fields)
@@ -265,7 +265,7 @@ def make(
 def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
     """Returns the exception for a schema that needs more work than `effort` allows.
 
-    It is Uncompiled if a higher effort may suffice, else a UserError.
+    The exception is Uncompiled if a higher effort may suffice, else a UserError.
     """
     if effort != Effort.WHOLE:
         return Uncompiled()

@@ -82,7 +82,7 @@ def read_documents(path: str, metric: str) -> Documents:
 
 
 def _splits_differently(rows: Sequence[str], separator: str) -> bool:
-    """Whether splitting the joined rows gives other rows."""
+    """Returns whether splitting the joined rows gives other rows; False if the separator does not tell rows apart."""
     if not tells_rows_apart(separator):
         return False
     parts = split_rows(separator.join(row for row in rows if row.strip()), separator)

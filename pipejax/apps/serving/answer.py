@@ -18,11 +18,11 @@ from pipejax.system.errors import UserError
 
 
 class Full(Exception):
-    """The queue of waiting requests is full."""
+    """Raised if the queue of waiting requests is full."""
 
 
 class Closed(Exception):
-    """The engine is closed, or the request was cancelled, before the request was answered."""
+    """Raised if the engine is closed, or the request is cancelled, before the request is answered."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,7 +125,7 @@ class _Transport:
         return getattr(self._inner, name)
 
     def is_closing(self) -> bool:
-        """Whether the connection is closing, including the time in which it discards input."""
+        """Returns whether the connection is closing, including the time in which it discards input."""
         return self._discards or self._inner.is_closing()
 
     def write(self, data: bytes) -> None:

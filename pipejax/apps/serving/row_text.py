@@ -11,7 +11,7 @@ from pipejax.inference.streaming import Repeats
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The text that a token adds. If `token` is None: remaining text of a row that belongs to no single token."""
+    """The text that a token adds or, if `token` is None, remaining text of a row that belongs to no single token."""
 
     row: int
     token: int | None

@@ -121,7 +121,7 @@ class Scheduler:
             self.waiting.append(answer)
 
     def has_room(self, kind: Kind) -> bool:
-        """Whether another request of a kind can have a place."""
+        """Returns whether another request of a kind can have a place."""
         return self.lanes.running_with(kind) < self.places
 
     def warm_up(self, length: int, *, schemas: bool = False) -> None:

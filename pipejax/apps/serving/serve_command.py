@@ -188,7 +188,7 @@ def start(flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM ends the process with one line. The running server replaces this handler."""
+    """Returns a context in which SIGTERM ends the process with one line. The running server replaces this handler."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         logger.info("stopped by SIGTERM before the server had started")
@@ -202,7 +202,10 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def origin(text: str) -> str:
-    """The argparse type of a page's origin, in the spelling that browsers send; other spellings would never match."""
+    """Checks a page's origin; an argparse type.
+
+    The origin must have the spelling that browsers send, because another spelling would never match.
+    """
     try:
         parts = urlsplit(text.strip().lower())
         port = "" if parts.port in (None, PORTS.get(parts.scheme)) else f":{parts.port}"
@@ -218,7 +221,7 @@ def origin(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """The argparse type of a host name: without a scheme, a port or a path."""
+    """Parses a host name without a scheme, a port or a path; an argparse type."""
     address = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if text == "*" or NAME.fullmatch(text):
         return text
@@ -231,12 +234,18 @@ def host_name(text: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address can be reached only from this machine."""
+    """Returns whether an address can be reached only from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def most_connections(given: int | None) -> int:
-    """The limit of open connections. Each connection needs a file descriptor."""
+    """Returns the limit of open connections: `given`, or by default as many as the limit of open files allows.
+
+    Each connection needs a file descriptor, so the function raises the process's limit of open files if necessary.
+
+    Raises:
+      UserError: the limit of open files is too low for the connections, and cannot be raised.
+    """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (given or 0) + FILES
     if allowed != resource.RLIM_INFINITY and allowed < needed and (most == resource.RLIM_INFINITY or most >= needed):

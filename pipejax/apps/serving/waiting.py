@@ -45,7 +45,7 @@ class Waiting:
             return next((answer for answer in self._answers if is_due(answer)), None)
 
     def has_others(self, answer: Answer, kind: Kind) -> bool:
-        """Whether other answers of a kind wait and are not cancelled."""
+        """Returns whether other answers of a kind wait and are not cancelled."""
         with self.lock:
             return any(one.kind == kind and not one.cancelled for one in self._answers if one is not answer)
 

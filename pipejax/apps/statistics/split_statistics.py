@@ -55,7 +55,7 @@ class _Lengths:
     cuts: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(("max_source", "max_target", "time_max", "sub_max", "either"), 0)
     )
-    # The number of examples.
+    # The number of examples whose text changes.
     changed: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TEXTS, 0))
     first: dict[str, str] = dataclasses.field(default_factory=dict)  # where a text first changes, and how
 
@@ -70,13 +70,13 @@ def measure_split(
 ) -> Statistics:
     """Computes the statistics of a split.
 
-    `source` counts special ids, and the steps count eos; the other counts do not.
+    The lengths of sources include special ids, and the steps include eos; the other counts do not.
 
     Args:
-      examples: the split.
-      tokenizer: None: only words are counted.
-      data: `max_source`, `max_target` and the separator.
-      bounds: `delay`, `time_max` and `sub_max`.
+      examples: the examples of the split.
+      tokenizer: the tokenizer of the task; None: only words are counted.
+      data: the settings `max_source`, `max_target` and `separator`.
+      bounds: the settings `delay`, `time_max` and `sub_max`.
       tick: called with 1 after each example.
     """
     lengths, words, rows = _Lengths(), 0, list[int]()

@@ -173,7 +173,7 @@ def note_settings(
 
 
 def _changes_label(key: str, method: str) -> bool:
-    """Whether a label depends on a setting.
+    """Returns whether a label depends on a setting.
 
     Settings of texts, such as `data.separator`, do not count: every start of the command splits the answers anew.
     """

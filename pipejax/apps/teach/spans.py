@@ -54,7 +54,8 @@ class _Values:
     def __init__(self, tags: SpanTags, ids: Array, length: Array, logits: Logits) -> None:
         """Finds the ends of spans, from the logits of a batch of sources `ids`, i32 [B, L] with `length` i32 [B]."""
         self.tags, self.ids, self.logits = tags, ids, logits
-        # For each place, the first place after it that does not continue a span; and cumulative log-probabilities.
+        # `stop` is the first place after each place that does not continue a span, and `sums` has the cumulative
+        # log-probabilities of the more likely decision at each place: it continues a span, or it does not.
         places = jnp.arange(ids.shape[1])
         stops = (logits.goes_on <= 0) | (places >= length[:, None, None])
         after = jnp.where(stops, places, ids.shape[1])
@@ -63,7 +64,12 @@ class _Values:
         self.sums = jnp.cumsum(jax.nn.log_sigmoid(jnp.abs(logits.goes_on)), axis=2)
 
     def spans(self, place: Array) -> tuple[Array, Array, Array]:
-        """The tokens i32 [B, N, K, W], lengths and log-probabilities of spans that begin at places i32 [B, N, K]."""
+        """Returns the spans that begin at the places i32 [B, N, K].
+
+        Returns:
+          The tokens i32 [B, N, K, W] and the lengths i32 [B, N, K] of the spans, and the log-probabilities f32
+          [B, N, K] of their ends, given their beginnings.
+        """
         last = self.ids.shape[1] - 1
         stop = jnp.take_along_axis(self.stop, place, axis=2)
         length = jnp.minimum(stop - place, self.tags.longest - 1)
@@ -82,7 +88,15 @@ class Spans:
     wants: ClassVar[frozenset[str]] = frozenset({"parameters", "encoded"})
 
     def load(self, directory: str, target: TargetModel) -> Tagger:
-        """The tagger of the run in `decode.draft_checkpoint`, or else of the checkpoint itself."""
+        """Returns the tagger of the run in `decode.draft_checkpoint` or, if that is "", the tagger of the checkpoint.
+
+        Args:
+          directory: the value of `decode.draft_checkpoint`.
+          target: the model of the checkpoint.
+
+        Raises:
+          UserError: there is no tagger.
+        """
         config, params = target.config, target.auxiliary
         if directory:
             params = checkpoint.open_auxiliary(directory, target.fingerprint)
@@ -100,7 +114,7 @@ class Spans:
         return Tagger(params, tags, target.config.model.eos_token_id)
 
     def read(self, source: SourceIds) -> Candidates:
-        """The candidates for the rows of each answer."""
+        """Returns the candidates for the rows of each answer."""
         tagger: Tagger = source.parameters
         ids, length = jnp.asarray(source.ids), jnp.asarray(source.length)
         assert source.encoded is not None
@@ -109,7 +123,7 @@ class Spans:
         return (named if tagger.tags.row_names else unnamed)(tagger, values)
 
     def init(self, source: SourceIds, rows: int) -> None:
-        """None: the drafter has no state."""
+        """Returns None, because the drafter has no state."""
 
     def propose(self, state: None, written: Written, most: int) -> tuple[None, Draft]:
         """Drafts the tokens of each row's candidate that follow the written tokens."""
@@ -162,7 +176,7 @@ def align(found: Candidates, written: Written, *, moves: bool) -> Array:
 
 
 def named(tagger: Tagger, values: _Values) -> Candidates:
-    """The most likely value of each named row."""
+    """Returns the most likely value of each named row, with the row's name."""
     tags, logits = tagger.tags, values.logits
     chances = tags.values(tagger.params, logits)
     most = values.ids.shape[1]
@@ -187,7 +201,7 @@ def named(tagger: Tagger, values: _Values) -> Candidates:
 
 
 def unnamed(tagger: Tagger, values: _Values) -> Candidates:
-    """The likely rows in their order, and the empty row after these rows."""
+    """Returns the likely rows in their order, and the empty row after these rows."""
     tags, logits = tagger.tags, values.logits
     most = min(tags.rows, values.ids.shape[1])
     begins, place = jax.lax.top_k(logits.begins, most)  # [B, 1, K]
@@ -230,6 +244,6 @@ def unnamed(tagger: Tagger, values: _Values) -> Candidates:
 
 
 def _ended(tokens: Array, length: Array, chance: Array, end: int) -> Candidates:
-    """Candidates with an end token after each of their `length` tokens."""
+    """Returns the candidates of `length` tokens, each followed by an end token."""
     here = jnp.arange(tokens.shape[2]) == length[:, :, None]
     return Candidates(jnp.where(here, end, tokens), length + 1, chance)

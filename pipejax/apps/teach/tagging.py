@@ -242,13 +242,13 @@ class SpanFinder:
         self.tokenizer, self.known = tokenizer, dict[int, str]()
 
     def text(self, token: int) -> str:
-        """The text of a token without spaces; a unique text if this text is blank."""
+        """Returns the text of a token without spaces around it; if this text is blank, a text unique to the token."""
         if token not in self.known:
             self.known[token] = self.tokenizer.decode([token]).strip() or f" {token}"
         return self.known[token]
 
     def find(self, row: Sequence[int], source: np.ndarray) -> int | None:
-        """The first place of a row in a source, preferably with the same first token; None: there is no place."""
+        """Returns the first place of a row in a source, preferably with the same first token; None if it has none."""
         last = len(source) - len(row) + 1
         if last <= 0:
             return None

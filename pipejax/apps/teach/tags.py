@@ -57,7 +57,7 @@ class Logits:
 class Rows:
     """The rows of the answers of a training batch."""
 
-    tokens: Array  # i32 [B, R, W], values of the rows, without names, with end tokens; STOP beyond
+    tokens: Array  # i32 [B, R, W], values of the rows, without names and end tokens; STOP beyond
     length: Array  # i32 [B, R], number of tokens of the value, without the end token; 0: no value, or W or more tokens
     exists: Array  # bool [B, R], whether there is a row with a value
     counts: Array  # bool [B], whether the example counts: copies that fill a batch do not
@@ -103,14 +103,14 @@ class SpanTags(Auxiliary):
         return np.asarray([entry.name for entry in self.table], np.int32)
 
     def begin_row(self, ids: Array) -> Array:
-        """The first tokens of rows, given the first tokens `ids` of their spans; the shapes are equal."""
+        """Returns the first tokens of rows, given the first tokens `ids` of their spans; the shapes are equal."""
         pairs = dict(zip(self.initial[::2], self.initial[1::2], strict=True))
         table = np.arange(max(pairs, default=0) + 1, dtype=np.int32)
         table[[*pairs]] = [*pairs.values()]
         return jnp.where(ids < len(table), jnp.take(jnp.asarray(table), ids, mode="clip"), ids)
 
     def init_params(self, rng: Array, backbone: Backbone) -> Tree:
-        """The parameters: zero, except that rows are sorted by their places in the source."""
+        """Returns the initial parameters: zeros, except the weight of the place, by which rows are sorted at first."""
         width, names, entries = encoder_width(backbone), max(len(self.row_names), 1), len(self.table)
         return {
             "kernel": jnp.zeros((width, 2 * names + entries + 1)),
@@ -123,7 +123,7 @@ class SpanTags(Auxiliary):
         }
 
     def apply(self, params: Tree, encoded: Array, real: Array) -> Logits:
-        """The logits of the tags.
+        """Returns the logits of the tags.
 
         Args:
           params: the parameters.
@@ -148,14 +148,17 @@ class SpanTags(Auxiliary):
         )
 
     def values(self, params: Tree, logits: Logits) -> Array:
-        """The log-probabilities f32 [B, N, L + E + 1] of the values of named rows: a span, an entry, or another."""
+        """Returns the log-probabilities f32 [B, N, L + E + 1] of the values of named rows.
+
+        A value is a span that begins at one of L tokens, one of E entries, or something else.
+        """
         own = self.entry_names == np.arange(logits.begins.shape[1])[:, None]  # [N, E]
         entries = jnp.where(own, logits.entries[:, None], NEVER)
         other = jnp.broadcast_to(params["other"][:, None], (*logits.begins.shape[:2], 1))
         return jax.nn.log_softmax(jnp.concatenate([logits.begins, entries, other], axis=2), axis=2)
 
     def loss(self, params: Tree, outputs: Outputs) -> tuple[Array, Array]:
-        """The summed loss of a batch and its number of rows.
+        """Returns the summed loss of a batch and its number of rows.
 
         A row may be in the source several times. The tagger then learns to find one of these places: the loss counts
         the sum of the probabilities of the places (the log-odds of rows without names are added in the same way).
@@ -195,10 +198,13 @@ class SpanTags(Auxiliary):
         return total, rows.exists.sum().astype(jnp.float32)
 
     def _loss_of_ends(self, goes_on: Array, best: Array, rows: Rows, found: Array) -> Array:
-        """The loss of the ends of spans.
+        """Returns the summed loss of the ends of spans: log-odds after the place of a row, compared with its length.
 
-        The log-odds `goes_on`, f32 [B, R, L], after the place `best`, i32 [B, R], at which a row in `found`, bool
-        [B, R], begins, are compared with the length of the row.
+        Args:
+          goes_on: f32 [B, R, L], the log-odds that each token continues the span of the token before it.
+          best: i32 [B, R], the place at which the row begins in the source.
+          rows: the rows.
+          found: bool [B, R], whether the row has a place in the source.
         """
         offsets = jnp.arange(1, self.longest)
         at = best[:, :, None] + offsets
@@ -209,7 +215,7 @@ class SpanTags(Auxiliary):
         return jnp.where(judged, jax.nn.softplus(jnp.where(continues, -own, own)), 0).sum()
 
     def rows_of(self, batch: Mapping[str, Array]) -> Rows:
-        """The rows of a training batch, read from its slots; see `training.step.batch_loss`."""
+        """Returns the rows of a training batch, read from its slots; see `training.step.batch_loss`."""
         sources, groups = len(batch["source"]), len(batch["inputs"])
         count = len(self.row_names) or self.rows
         counts = (batch["weights"] > 0) & (jnp.arange(batch["inputs"].shape[1]) < batch["slots"][:, None])
@@ -222,12 +228,18 @@ class SpanTags(Auxiliary):
         tokens = tokens.at[owner, row, place].set(batch["targets"], mode="drop")
         length = jnp.zeros((sources, count), jnp.int32).at[owner, row].add(1, mode="drop") - 1
         exists, length = length > 0, jnp.where(length < self.longest, jnp.maximum(length, 0), 0)
-        # Without end tokens.
+        # The tokens are kept without end tokens.
         tokens = jnp.where(jnp.arange(self.longest) < length[:, :, None], tokens[:, :, : self.longest], STOP)
         return Rows(tokens, length, exists, jnp.zeros(sources, bool).at[owner].max(counts, mode="drop"))
 
     def find(self, rows: Rows, source: Array, length: Array) -> Array:
-        """The places bool [B, R, L] of the source, i32 [B, L] with `length` i32 [B], where each row is found."""
+        """Returns bool [B, R, L], whether each row is found at each place of the source.
+
+        Args:
+          rows: the rows.
+          source: i32 [B, L], the source ids.
+          length: i32 [B], the lengths of the sources without padding.
+        """
         most = source.shape[1]
         begins, padded = self.begin_row(source), jnp.pad(source, ((0, 0), (0, self.longest)), constant_values=STOP - 1)
 
@@ -242,7 +254,7 @@ class SpanTags(Auxiliary):
 
 
 def encoder_width(backbone: Backbone) -> int:
-    """D, the width of the output of a backbone's encoder."""
+    """Returns D, the width of the output of a backbone's encoder."""
     module = backbone.module()
 
     def encode(key: Array) -> Array:
@@ -254,7 +266,10 @@ def encoder_width(backbone: Backbone) -> int:
 
 
 def _loss_of_order(logits: Logits, best: Array, found: Array, is_entry: Array) -> Array:
-    """The loss of the numbers that sort rows: the sum over the pairs of rows, divided by the number of rows.
+    """Returns the loss of the numbers that sort rows.
+
+    The loss of an answer is the sum over the pairs of its rows, divided by the number of its rows with a place or an
+    entry. The result is the sum over the answers.
 
     Args:
       logits: the logits.
@@ -274,7 +289,7 @@ def _loss_of_order(logits: Logits, best: Array, found: Array, is_entry: Array) -
 
 
 def _parted(ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The lists of ids that are followed by STOP."""
+    """Yields the lists of ids that are followed by STOP."""
     begun = 0
     for i, token in enumerate(ids):
         if token == STOP:

@@ -30,7 +30,7 @@ STORAGES = {
     "BoolStorage": ("BOOL", "?"),
 }
 OLD = (b"\x80\x02\x8a\x0a", b"\x80\x02}")  # the first bytes of files that torch wrote before it used zip archives
-MOST = 2**20  # bytes of a pickle; a tensor takes some hundred
+MOST = 2**20  # the most bytes of a pickle, in which a tensor takes some hundred bytes
 DIMENSIONS = 8
 SHARED = 4  # the most tensors that may share a number: T5's table has four names
 
@@ -212,7 +212,7 @@ def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides
     """Returns a tensor of a storage.
 
     Raises:
-      ValueError: its numbers are outside of the storage.
+      ValueError: the tensor's numbers are outside of the storage.
     """
     numbers = (*shape, *strides, offset, storage.size)
     if not all(type(x) is int and 0 <= x < 2**48 for x in numbers) or not len(shape) == len(strides) <= DIMENSIONS:
