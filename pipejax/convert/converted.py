@@ -88,8 +88,8 @@ def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Pat
 def _digest_of_content(file: Path) -> str:
     """Returns a digest of a file's content, in 64 hexadecimal digits.
 
-    For a file in the hub's cache it is the file's name there, the SHA-256 of the content. For another file it is the
-    SHA-256 of the digests of its pieces.
+    The digest of a large file in the hub's cache is its name there, the SHA-256 of the content. The digest of another
+    file is the SHA-256 of the digests of its pieces.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 

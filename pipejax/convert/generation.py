@@ -60,7 +60,7 @@ class Generation:
         values, found = self.values, dict[str, tuple[str, object]]()
         if "max_new_tokens" in values:
             found["max_new_tokens"] = "max_length", values["max_new_tokens"]
-        elif "max_length" in values:  # it includes the start token
+        elif "max_length" in values:  # this number includes the start token
             most = values["max_length"]
             found["max_length"] = "max_length", most - 1 if type(most) is int else most
         if self.beams == 1:

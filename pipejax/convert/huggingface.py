@@ -301,7 +301,7 @@ def to_hf(
     restored = open_run(checkpoint, best=best, apart=adapter)
     report_own_encoder(checkpoint)
     origin = description.ModelOrigin(base_model, _scores_of(restored, Path(scores)) if scores else None, license)
-    assert restored.config.model is not None  # `open_run` checks it
+    assert restored.config.model is not None  # `open_run` checks this
     model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()
     if files is not None:
         check_special_ids(Tokenizer.load(files), model, f"{checkpoint}: model.eos_token_id", str(files))

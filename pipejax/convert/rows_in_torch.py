@@ -235,7 +235,7 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
         if key in Settings._fields:
             check_setting(key, asked[key])
             continue
-        if key == "decoder_attention_mask" and "labels" in asked:  # it belongs to the labels
+        if key == "decoder_attention_mask" and "labels" in asked:  # the mask belongs to the labels
             continue
         if key == "decoder_input_ids" and is_start(asked[key], ids["decoder_start_token_id"]):
             continue

@@ -1,7 +1,7 @@
 """Opens files of named tensors (safetensors, torch and flax), and reads one tensor at a time.
 
-It also detects weights quantised by other libraries, which cannot be read, and quantisation settings, which are
-ignored. The module does not depend on the model.
+The module also detects weights quantised by other libraries, which cannot be read, and quantisation settings, which are
+ignored. It does not depend on the model.
 """
 
 import fnmatch

@@ -263,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.predictions:
             kept = _predictions(generator, examples, records, method)
             cli.write_output("--predictions", flags.predictions, kept)
-    finally:  # if one output cannot be written, the other one still is
+    finally:  # if one output cannot be written, the other one is still written
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
         if flags.json:
             cli.write_output("--json", flags.json, text)
