@@ -67,6 +67,9 @@ def answered(
       tokenizer: determines which rows become empty; None: no row does.
       empty: `data.empty_targets`.
       ends: the tokens that end a row of the model.
+
+    Raises:
+      UserError: an example has no answer and `empty` is "refuse", or no example has one and `empty` is "skip".
     """
     if empty == "keep" and not isinstance(examples, list | tuple):
         return examples
