@@ -199,7 +199,7 @@ class Output:
         """Reads the wanted shards that exist, and returns them.
 
         Raises:
-          UserError: a shard differs from its description in `known`, or is of lines that the inputs do not have.
+          UserError: a shard differs from its description in `known`, or belongs to lines that the inputs do not have.
         """
         noted = {shard["shard"]: shard for shard in known}
         found = dict[str, Shard]()

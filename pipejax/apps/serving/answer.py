@@ -108,6 +108,7 @@ class Answer:
 
         Raises:
           Closed: the request was cancelled, or the engine was closed.
+          Exception: the error with which decoding failed.
         """
         while True:
             for found in self._found.get():

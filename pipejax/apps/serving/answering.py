@@ -84,7 +84,7 @@ class Completion:
     async def run(self, silence: float) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
         """Yields the new pieces of each choice, until all choices are complete.
 
-        After `silence` seconds without a result, yields an empty list.
+        After `silence` seconds without a result, the method yields an empty list.
 
         Raises:
           BaseException: the error of an answer.

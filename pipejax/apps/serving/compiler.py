@@ -32,7 +32,7 @@ class Compiler:
         self.thread.start()
 
     def ask(self, needs: Needs, order: int = WANTED) -> None:
-        """Queues the needs that are not met yet, and returns at once."""
+        """Queues the needs, and returns at once; a need that is met already is reported again, but not compiled."""
         if order == PLANNED:
             self.planned += len(needs)
         for key, make in needs.items():

@@ -153,7 +153,7 @@ class Scheduler:
         return self.lanes.running > 0 or self._next() is not None
 
     def step(self) -> None:
-        """Admits requests, and takes some steps with all running requests; an error is passed to their readers."""
+        """Admits requests, and takes some steps with all running requests; passes an error to the readers of these."""
         try:
             if self._lacks_memory:  # a compilation ran out of memory: free unused batches and encodings
                 self._lacks_memory = False

@@ -66,7 +66,7 @@ class Trackers:
 
 
 def name_of(event: str, name: str) -> str:
-    """Returns the name of a value on all trackers. Characters that one of them refuses are replaced.
+    """Returns the name of a value on all trackers. Characters that a tracker refuses are replaced.
 
     MLflow refuses "@"; W&B and TensorBoard refuse other signs.
     """
@@ -76,7 +76,7 @@ def name_of(event: str, name: str) -> str:
 def _error_of(act: Callable[..., None], *arguments: object) -> str:
     """Calls a tracker's function and returns its error as one line, or "" if it succeeds.
 
-    Catches all exceptions, because the trackers hold only copies of the log.
+    The function catches all exceptions, because the trackers hold only copies of the log.
     """
     try:
         act(*arguments)
@@ -86,10 +86,10 @@ def _error_of(act: Callable[..., None], *arguments: object) -> str:
 
 
 def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]:
-    """Writes TensorBoard events directly.
+    """Returns the functions that write values as TensorBoard events, and that close the file.
 
-    The writer class of tensorboardX uses a thread, and waiting for that thread blocks for a long time when the disk is
-    full.
+    The functions do not use the writer class of tensorboardX, which has a thread, because waiting for that thread
+    blocks for a long time when the disk is full.
     """
     files = module("tensorboardX.event_file_writer", "tensorboard", "train.tensorboard")
     events = module("tensorboardX.proto.event_pb2", "tensorboard", "train.tensorboard")
@@ -97,7 +97,7 @@ def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]
     with writing(directory):
         directory.mkdir(exist_ok=True)
         writer = files.EventsWriter(str(directory / "events"))
-        # Hides the values of steps that were lost before a resume.
+        # This event hides the values of steps that were lost before a resume.
         started = events.SessionLog(status=events.SessionLog.START)
         writer.write_event(events.Event(wall_time=time.time(), step=step + 1, session_log=started))
 
