@@ -180,7 +180,11 @@ def decode_file(
 
 
 def _check_whole(generator: Generator, source: str, method: str, bad: BadLines) -> list[Source]:
-    """Reads and checks all sources of a file; warns about duplicate ids."""
+    """Reads and checks all sources of a file; warns about duplicate ids.
+
+    Raises:
+      UserError: a field of the template is in no record, a line is invalid, or the file has no sources.
+    """
     given = list(read_records(source, dialect=Dialect.of(generator.config.data), bad=bad))
     check_fields(fields_of(generator.config), (value for _, value in given), source)
     checked = list(read_sources(generator, given, method, bad))

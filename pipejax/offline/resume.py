@@ -100,7 +100,7 @@ class Unfinished:
         """
         if self._out is None:
             begins = self.settings is not None and not self.has_note
-            # An empty note, while the file may still hold lines of other work.
+            # The note is empty while the file may still hold lines of other work.
             cleared = begins and self._write_note({})
             with writing(self.place):
                 if self.size:

@@ -92,7 +92,12 @@ def result_of(said: Said) -> Said:
 
 
 def describe(work: BulkWork) -> Said:
-    """Returns "settings", which the records depend on, "doubts", warnings about them, and "fields" of the template."""
+    """Opens the checkpoint and describes it for the main process.
+
+    Returns:
+      "settings", the settings that the records depend on; "doubts", warnings about the method and the settings of the
+      training; and "fields", the fields of the source template.
+    """
     generator = _open(work)
     config = generator.config
     doubts = methods.training_mismatches(work.method or generator.default_method, config, generator.trained or config)
