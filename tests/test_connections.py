@@ -297,6 +297,9 @@ def test_connection_limit_above_file_limit_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(UserError, match=r"--connections 900: found .* 1024 open files .*; expected at least 1060"):
         serve_command.most_connections(900)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (160, 160))
+    with pytest.raises(UserError, match=r"^pipejax serve: found .* 160 open files .*; expected at least 161"):
+        serve_command.most_connections(None)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert serve_command.most_connections(None) == 4096 and serve_command.most_connections(10**5) == 10**5
 

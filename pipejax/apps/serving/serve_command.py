@@ -247,7 +247,7 @@ def most_connections(given: int | None) -> int:
       UserError: the limit of open files is too low for the connections, and cannot be raised.
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = (given or 0) + FILES
+    needed = (given or 1) + FILES
     if allowed != resource.RLIM_INFINITY and allowed < needed and (most == resource.RLIM_INFINITY or most >= needed):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
@@ -256,7 +256,7 @@ def most_connections(given: int | None) -> int:
         return given or CONNECTIONS
     if allowed < needed:
         raise UserError(
-            f"--connections {given}",
+            f"--connections {given}" if given else "pipejax serve",
             found=f"a limit of {allowed} open files (ulimit -n)",
             expected=f"at least {needed}",
         )
