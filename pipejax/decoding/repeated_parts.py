@@ -2,7 +2,8 @@
 
 As on a grid (`Rows.find_circle`), an answer repeats itself when two consecutive rows each equal a row before them. In a
 sequential answer the rows are the parts between separators, so the separator after the second part ends the answer,
-like an end token.
+like an end token. A separator is found by its token alone. If its text ends with a space, which belongs to the token
+after it, the same token without a space counts as a separator as well, as in "f(x;a;b)".
 
 Shapes: B batch, T the most tokens of an answer.
 """
