@@ -20,7 +20,7 @@ from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.convert.huggingface import write_hf
 from pipejax.system.errors import UserError
-from pipejax.system.files import new_directory, sync_output, write_text
+from pipejax.system.files import new_directory, new_file, sync_output, write_text
 from pipejax.training.run_directory import RunDirectory
 from support.steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
@@ -557,6 +557,21 @@ def test_finite_loss_replaces_nan_of_an_equal_headline_score(tmp_path, reopened)
     best.offer(3, (0.0, -9.0), tree(3.0)["params"])
     best.offer(4, (0.0, math.nan), tree(4.0)["params"])
     assert best.close() and Store(tmp_path).steps() == [3]
+
+
+@pytest.mark.parametrize("is_renamed", [False, True], ids=["before", "after"])
+def test_interrupt_near_the_rename_of_a_file_stays_an_interrupt(tmp_path, monkeypatch, is_renamed):
+    replace = os.replace
+
+    def interrupted(source, target):
+        if is_renamed:
+            replace(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_file(tmp_path / "a") as partial:
+        partial.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] * is_renamed
 
 
 def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):

@@ -211,7 +211,7 @@ def new_file(path: Path) -> Iterator[Path]:
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        Path(name).unlink(missing_ok=True)  # an interrupt may arrive after the file is renamed
         raise
     _sync_name(path)
 
