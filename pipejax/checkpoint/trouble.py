@@ -30,7 +30,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 @contextlib.contextmanager
 def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Returns a context for reading an item, which converts exceptions to Damaged or UserError.
+    """Returns a context manager for reading an item, which converts exceptions to Damaged or UserError.
 
     Args:
       path: the item's directory.

@@ -183,7 +183,13 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
-    """Returns a context with the content of an open file, decompressed if it begins as gzip, bzip2, xz or zstd do."""
+    """Returns a context manager that yields the content of an open file.
+
+    The content is decompressed if its first bytes identify gzip, bzip2, xz or zstd.
+
+    Raises:
+      UserError: the compressed data are damaged, or the file has another binary format.
+    """
     start = file.peek(24)[:24] if isinstance(file, io.BufferedReader) else b""
     name, content, damage = "", file, _DAMAGE
     if start.startswith(b"\x1f\x8b"):

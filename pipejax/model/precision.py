@@ -19,9 +19,9 @@ def compute_dtype(name: str) -> jnp.dtype:
 
 
 def precision(dtype: DTypeLike) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which a model is traced.
+    """Returns a context manager in which a model is traced.
 
-    If the dtype is float32, matrix products in the context are computed in full float32. By JAX's default, a GPU rounds
+    If the dtype is float32, matrix products in its block are computed in full float32. By JAX's default, a GPU rounds
     the factors of float32 products to TF32, and a TPU to bfloat16.
     """
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()

@@ -147,7 +147,7 @@ def put_tree(tree: Tree, shardings: Tree) -> Tree:
 
 
 def named_device(device: jax.Device) -> contextlib.AbstractContextManager[object]:
-    """Returns a context for tracing and lowering programs in which Pallas knows the type of an absent device."""
+    """Returns a context manager for tracing and lowering, in which Pallas knows the type of an absent device."""
     if device in jax.devices():
         return contextlib.nullcontext()
     named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=device.platform)

@@ -24,7 +24,7 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_
 
 @contextlib.contextmanager
 def start(address: str | None = None, workers: int | None = None) -> "Iterator[RayPool]":
-    """Returns a context with a pool of actors; an error of Ray becomes a UserError of one line.
+    """Returns a context manager that yields a pool of actors; an error of Ray becomes a UserError of one line.
 
     Args:
       address: the cluster's address; None: this machine.
@@ -64,9 +64,9 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Returns a context in which nothing is written to standard error.
+    """Returns a context manager in which nothing is written to standard error.
 
-    The context hides a line in which Ray's C++ code reports that Ray was asked to be quiet.
+    The context manager hides a line in which Ray's C++ code reports that Ray was asked to be quiet.
     """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -111,7 +111,7 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
 
 @contextlib.contextmanager
 def _without_bucket() -> Iterator[None]:
-    """Returns a context in which TFDS does not query its bucket for a data set.
+    """Returns a context manager in which TFDS does not query its bucket for a data set.
 
     The query would create an empty directory.
     """
