@@ -228,13 +228,13 @@ class Listener:
             self._connect(client)
 
     async def stop(self) -> bool:
-        """Ignores new connection requests, and waits until the present ones have become connections.
+        """Ignores new connection requests, and waits PAUSE seconds, in which the present ones become connections.
 
-        Clients repeat an ignored request after a second; it is refused once the socket is closed. Where requests cannot
-        be ignored, `close` may reset one connection.
+        A client repeats an ignored request after a second, and the repeated request is refused if the socket is closed
+        by then. Where requests cannot be ignored, `close` may reset one connection.
 
         Returns:
-          Whether requests are ignored. Only Linux can do that, and some of its sandboxes have no packet filters.
+          Whether requests are ignored. This needs Linux, and some sandboxes under Linux have no packet filters.
         """
         ignores = False
         if sys.platform == "linux":
@@ -249,8 +249,8 @@ class Listener:
     def close(self) -> None:
         """Accepts the connections in the backlog, and no more. Called after `stop`, when `accept` was cancelled.
 
-        Closing the socket resets connections that were not accepted. Where `stop` cannot ignore requests, this is at
-        most one connection, since the backlog is 0 by then.
+        Closing the socket resets connections that were not accepted. Where `stop` cannot ignore requests, at most one
+        connection is reset, since the backlog is 0 by then.
         """
         self._socket.listen(0)
         try:

@@ -153,7 +153,10 @@ class Scheduler:
         return self.lanes.running > 0 or self._next() is not None
 
     def step(self) -> None:
-        """Admits requests, and takes some steps with all running requests; passes an error to the readers of these."""
+        """Admits requests, and takes some steps with all running requests.
+
+        If one of these operations fails, the error is passed to the readers of the running requests.
+        """
         try:
             if self._lacks_memory:  # a compilation ran out of memory: free unused batches and encodings
                 self._lacks_memory = False

@@ -188,7 +188,10 @@ def start(flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Returns a context in which SIGTERM ends the process with one line. The running server replaces this handler."""
+    """Returns a context manager in which SIGTERM ends the process with one line.
+
+    The running server replaces this handler.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         logger.info("stopped by SIGTERM before the server had started")
@@ -239,8 +242,9 @@ def is_local(address: str) -> bool:
 
 
 def most_connections(given: int | None) -> int:
-    """Returns the limit of open connections: `given`, or by default as many as the limit of open files allows.
+    """Returns the limit of open connections: `given`, or by default the number that the limit of open files allows.
 
+    The default is at most CONNECTIONS.
     Each connection needs a file descriptor, so the function raises the process's limit of open files if necessary.
 
     Raises:
