@@ -158,7 +158,10 @@ def follow_rules(states: Sequence[Tree], tokens: Array, queries: Queries, option
 
 
 def score(logits: Array, tokens: Array, options: DecodingOptions) -> Array:
-    """Returns the log-probabilities f32 [N] of tokens i32 [N], by logits [V, N]; zeros if `options.scored` is False."""
+    """Returns the log-probabilities f32 [N] of tokens i32 [N], given logits [V, N].
+
+    The result is zeros if `options.scored` is False.
+    """
 
     def compute(logits: Array) -> Array:
         return jnp.take_along_axis(logits, tokens[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
@@ -225,7 +228,6 @@ def _find(weights: Array, share: Array) -> Array:
     """Returns the first token i32 [N] at which the cumulative sum of the weights [V, N] exceeds a share of their total.
 
     `share`: f32 [N] in [0, 1).
-
     """
     blocks = jnp.pad(weights, ((0, -weights.shape[0] % BLOCK), (0, 0))).reshape(-1, BLOCK, weights.shape[1])
     sums = jnp.cumsum(blocks.sum(axis=1), axis=0)

@@ -386,7 +386,10 @@ class Drafts:
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=width - 1, sizes=sizes)
 
     def _has_room(self, rows: Rows, drafts: DraftState) -> Array:
-        """Returns bool [B], whether the slots suffice for a call with drafts, then one without for each time-step."""
+        """Returns bool [B], whether the slots suffice for this call with drafts.
+
+        After this call, there must be room for one call without drafts for each later time-step.
+        """
         later = rows.rows * (rows.time_max - drafts.calls - 1)
         return drafts.used + rows.rows * self.columns(rows) + later <= self.slots(rows)
 

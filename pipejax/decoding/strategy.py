@@ -105,7 +105,10 @@ class Stepper(Protocol):
         """The `drafters.Drafter` that guesses tokens; None: there are no drafts."""
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
-        """Returns the position of a slot, also in training. A relative position is the query's minus the key's."""
+        """Returns the position of a slot, also in training.
+
+        A relative position is the position of the query minus the position of the key.
+        """
 
     def init(self, batch: int, source: SourceIds | None = None) -> Tree:
         """Returns the state before the first step. `source` is given if the strategy `reads_source`."""
@@ -145,7 +148,10 @@ class Strategy(Stepper, Protocol):
         """The token that ends a row; the first one if there are several."""
 
     def start(self, row: Numbers) -> Numbers:
-        """Returns the time of the query that generates a row's first token. Each next token is one time-step later."""
+        """Returns the time of the query that generates a row's first token.
+
+        Each further token is generated one time-step later.
+        """
 
     @property
     def reads_source(self) -> bool:
@@ -161,7 +167,10 @@ class Strategy(Stepper, Protocol):
         """
 
     def bind_source(self, source: SourceIds) -> "Strategy":
-        """Returns the strategy with a batch's sources and its drafter's parameters, if it has a drafter; traced."""
+        """Returns the strategy with the sources of a batch and the parameters of the drafter; traced.
+
+        A strategy without drafts is returned unchanged.
+        """
 
     def calls(self, decoded: Decoded) -> np.ndarray:
         """Returns i32 [B], the decoder calls that each example would take if it were decoded alone; in NumPy."""
@@ -232,4 +241,7 @@ class Refillable(Strategy, Protocol):
         """Returns the state with the examples `which`, bool [B], marked as done."""
 
     def reread(self, state: Tree, source: SourceIds | None) -> Tree:
-        """Returns the state for the same sources padded to another length. Only for strategies with `reads_source`."""
+        """Returns the state for the same sources padded to another length.
+
+        The method is called only if the strategy `reads_source`.
+        """

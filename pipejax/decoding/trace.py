@@ -27,7 +27,8 @@ class Asked(NamedTuple):
     """A row that had queries in a call."""
 
     row: int
-    # The number of appended tokens: the accepted ones and one of the model, unless an accepted token ended the row.
+    # The number of appended tokens: the accepted ones and one of the model, unless an accepted token ended the row; 0
+    # for a row that could not begin yet.
     written: int
     accepted: int  # number of accepted tokens, the first of `drafted`; 0 for a row that could not begin yet
     drafted: list[int]
