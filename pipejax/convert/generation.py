@@ -192,7 +192,7 @@ def only(value: object, where: str) -> object:
     """Returns the id, or the single id of a list.
 
     Raises:
-      UserError: the value is a list without a single id.
+      UserError: the value is an empty list, or a list of several ids.
     """
     found = value if isinstance(value, list) else [value]
     if len(found) != 1:

@@ -254,7 +254,10 @@ QUANTIZATION_FILES = (
 
 
 def find_quantization(directory: Path) -> str:
-    """Returns the place and, if config.json names it, the method of a directory's quantisation; "" without any."""
+    """Returns the place of the sign that the weights in a directory are quantised; "" if there is no sign.
+
+    If the sign is in config.json, the method of the quantisation follows the place.
+    """
     for place, value in _quantization_settings(directory / "config.json"):
         if isinstance(value, dict):
             of_bits = any(key.startswith(("load_in_", "bnb_")) for key in value)

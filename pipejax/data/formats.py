@@ -69,7 +69,7 @@ def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> 
 
 @contextlib.contextmanager
 def _parquet(path: str | Path) -> Iterator[Any]:
-    """Returns a context with an opened Parquet file, local or remote.
+    """Returns a context manager that yields an opened Parquet file, local or remote.
 
     Raises:
       UserError: the file does not exist, is not Parquet, or has two columns with the same name.
@@ -176,7 +176,8 @@ def _plain_cell(value: object) -> object:
     """Converts a cell to its JSON form: None for a missing value, which pandas stores as NaN, and lists for arrays.
 
     NumPy's float16 and float32 become the numbers with their shortest decimal text, as by `_shortest`. NumPy's dates
-    with a finer unit than microseconds, which NumPy returns as integers, become dates of Python.
+    and spans of time with a finer unit than microseconds, which `tolist` would return as integers, become dates and
+    spans of Python.
     """
     kind = str(getattr(value, "dtype", ""))
     if fine := _FINE.fullmatch(kind):

@@ -138,7 +138,9 @@ TOLERANCE = 0.05  # the largest accepted value of `trial`; the rounding to bfloa
 
 
 def trial(queries: int, *, interpret: bool = False) -> Array:
-    """Returns an f32 scalar, the largest difference between results of the kernels and XLA's results x, by 1 + |x|.
+    """Returns an f32 scalar, the largest difference between results of the kernels and results x of XLA.
+
+    Each difference is divided by 1 + |x|.
 
     Args:
       queries: the number of random queries of each of two examples.

@@ -51,7 +51,10 @@ def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, np.nda
 
 
 def _scatter(table: Array, bucket: Array, gradient: Array) -> Array:
-    """Returns the gradient of the table, by a scatter: fastest on a CPU, which does the additions one by one anyway."""
+    """Returns the gradient of the table, computed by a scatter.
+
+    This is the fastest way on a CPU, which does the additions one by one anyway.
+    """
     return jnp.zeros_like(table).at[bucket].add(jnp.moveaxis(gradient, 1, -1))
 
 

@@ -392,7 +392,10 @@ class T5(nn.Module):
         return self.decoder(inputs, mask, position, encoded, seen, deterministic)
 
     def __call__(self, *args: Array, deterministic: bool = True) -> Array:
-        """Returns the teacher-forced logits f32 [G, N, V]; see `hidden`. The call uses all parameters, for `init`."""
+        """Returns the teacher-forced logits f32 [G, N, V]; see `hidden`.
+
+        The call uses every parameter, so that `init` can make them all.
+        """
         return self.logits(self.hidden(*args, deterministic=deterministic))
 
     def step(

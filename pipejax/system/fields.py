@@ -39,8 +39,7 @@ Effect = typing.Literal["tokens", "text", "trace", "none"]
 class Facts(typing.TypedDict, total=False):
     """The declaration of a setting in addition to its type and default: legal values, and where it may be set.
 
-    The facts of a section apply to each of its keys that does not declare another value. In the comments, "it" is the
-    setting.
+    The facts of a section apply to each of its keys that does not declare another value.
     """
 
     least: float  # the smallest legal number
@@ -51,16 +50,19 @@ class Facts(typing.TypedDict, total=False):
     classes: bool  # whether MODULE:CLASS is legal, too
     untold: tuple[str, ...]  # legal texts that messages do not list
     keeps_spaces: bool  # whether --set keeps spaces at the ends of the value
-    commands: tuple[Command, ...]  # commands whose --set may change it in a checkpoint; `pipejax train` sets every key
+    # The commands whose --set may change the value of a checkpoint; `pipejax train` sets every key.
+    commands: tuple[Command, ...]
     with_weights: bool  # whether the setting is read with the weights, so that no call of a `Generator` can change it
-    request: bool | tuple[int, int]  # whether a request may send it with the same range; a tuple: with this range
-    resume: bool | tuple[str, ...]  # whether a resumed run may change it; a tuple: if these fingerprints are unchanged
+    request: bool | tuple[int, int]  # whether a request may send the setting in the same range; a tuple: in this range
+    # Whether a resumed run may change the setting; a tuple: if the fingerprints with these names are unchanged.
+    resume: bool | tuple[str, ...]
     records: Effect  # the effect of the setting on a record
     read_by: str  # the only method of pipejax that reads the setting
     ability: str  # the ability without which a method does not read the setting, a key of `methods.ABILITIES`
     asks: bool  # whether a value other than the default is an error, and not ignored, without the ability
     exported: bool  # whether exported programs support values other than the default
-    per_update: bool  # whether it is a number of updates, which `pipejax teach` divides because its updates are larger
+    # Whether the value is a number of updates, which `pipejax teach` divides because its updates are larger.
+    per_update: bool
 
 
 def setting(default: Any = dataclasses.MISSING, **facts: typing.Unpack[Facts]) -> Any:

@@ -127,7 +127,10 @@ def _means(sums: Mapping[str, float], count: int) -> dict[str, float]:
 
 
 def _speed_ratios(sums: Sequence[Mapping[str, float]], _: int) -> dict[str, float]:
-    """Returns the time of the first of two systems divided by the time of the second: in whole, and of the decoder."""
+    """Returns the time of the first of two systems divided by the time of the second.
+
+    "whole" is the ratio of the whole times, and "decoder" the ratio of the times without the encoder.
+    """
     first, second = sums
     decoders = [own["seconds"] - own["encoder_seconds"] for own in sums]
     return {"whole": first["seconds"] / second["seconds"], "decoder": decoders[0] / decoders[1]}

@@ -87,7 +87,10 @@ class Table:
 
     @classmethod
     def least(cls, size: int) -> "Table":
-        """Returns a table of the usual shape for a vocabulary of `size` tokens; all lead from state 1 to state 1."""
+        """Returns a table of the usual shape for a vocabulary of `size` tokens.
+
+        Every token leads from state 1 to state 1.
+        """
         return cls._padded(np.zeros(size, np.int32), np.asarray([[0, 1]], np.int32), np.asarray([False, True]))
 
     @classmethod

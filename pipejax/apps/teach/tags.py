@@ -198,7 +198,9 @@ class SpanTags(Auxiliary):
         return total, rows.exists.sum().astype(jnp.float32)
 
     def _loss_of_ends(self, goes_on: Array, best: Array, rows: Rows, found: Array) -> Array:
-        """Returns the summed loss of the ends of spans: log-odds after the place of a row, compared with its length.
+        """Returns the summed loss of the ends of spans.
+
+        The log-odds of the tokens after the place of a row are compared with the length of the row.
 
         Args:
           goes_on: f32 [B, R, L], the log-odds that each token continues the span of the token before it.
