@@ -109,30 +109,28 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
 def rows_in(given: Any, name: str) -> Iterator[Any]:
     """Yields the rows of a table in memory as objects; the items of any other iterable are yielded unchanged."""
     rows: Iterable[Any]
-    narrow = set[object]()  # the columns with float32 numbers, which the table returns as Python's floats
+    kinds: Iterable[tuple[Any, Any]] = ()  # columns and their types, where float32 numbers are read as Python's floats
     if hasattr(given, "to_pylist"):  # Arrow
         _check_columns(getattr(given, "column_names", []), name)
         rows = _rows_of(given)
     elif hasattr(given, "iter_rows"):  # Polars
         kinds = zip(given.columns, getattr(given, "dtypes", ()), strict=False)
-        narrow = {column for column, kind in kinds if "Float32" in str(kind)}
         rows = given.iter_rows(named=True)
     elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # pandas
         _check_columns(list(given.columns), name)
-        dtypes: Any = getattr(given, "dtypes", {})
-        own = [column for column, dtype in dtypes.items() if str(dtype) in ("float16", "float32", "Float32")]
-        if own:  # pandas writes their shortest decimal texts
-            given = given.astype(dict.fromkeys(own, "str")).astype(dict.fromkeys(own, "float64"))
-        narrow = {column for column, dtype in dtypes.items() if _FLOAT32.search(str(dtype))}  # dtypes of Arrow
+        kinds = list(getattr(given, "dtypes", {}).items())
+        half = [column for column, dtype in kinds if str(dtype) == "float16"]
+        if half:  # pandas writes their shortest decimal texts
+            given = given.astype(dict.fromkeys(half, "str")).astype(dict.fromkeys(half, "float64"))
         rows = given.to_dict("records")
     elif hasattr(given, "columns") or not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise UserError(name, found=shown_value(given), expected="a list, a data frame or another table of records")
     elif hasattr(given, "with_format"):  # datasets
-        features = getattr(given, "features", None) or {}
-        narrow = {column for column, feature in features.items() if "float32" in str(feature)}
+        kinds = (getattr(given, "features", None) or {}).items()
         rows = given.with_format(None)  # another format would return arrays instead of lists
     else:
         rows = given
+    narrow = {column for column, kind in kinds if _FLOAT32.search(str(kind))}
     return (
         {str(key): _shortest(_plain_cell(x)) if key in narrow else _plain_cell(x) for key, x in row.items()}
         if isinstance(row, Mapping)
@@ -152,7 +150,8 @@ def _rows_of(table: Any) -> list[Any]:
     return rows
 
 
-_FLOAT32 = re.compile(r"\bfloat\b")  # in the name of a type of Arrow, such as "large_list<item: float>"
+# In the names of types: "large_list<item: float>" of Arrow, "List(Float32)" of Polars, "Value('float32')" of datasets.
+_FLOAT32 = re.compile(r"\bfloat(32)?\b", re.IGNORECASE)
 
 
 def _shortest(value: object) -> object:

@@ -34,7 +34,7 @@ FRAMING = "pipejax.framing"  # key of a request's state: bytes of chunk framing 
 BACKLOG = 2048  # the system's backlog of connections to accept
 BATCH = 32  # connections that are accepted before other tasks run
 SPARE = 32  # connections above the limit that may be refused at the same time
-PAUSE = 0.05  # seconds until accepting is tried again after an error
+PAUSE = 0.05  # seconds until `Listener` tries or looks again, and until connection requests become connections
 QUIET = 60.0  # seconds between two log lines about the limit
 ATTACH_FILTER = 26  # Linux: SO_ATTACH_FILTER
 # A classic BPF program that drops the packets which request a connection. It reads the TCP header. Each instruction is
