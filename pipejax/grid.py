@@ -32,7 +32,7 @@ def visible(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time:
 
 
 def shares_group(query_group: Numbers, key_group: Numbers) -> Numbers:
-    """Returns whether a query may see a key of another group: it sees the keys of its own group and of group 0.
+    """Returns whether a query may see a key by their groups: the groups are equal, or the key is in group 0.
 
     In the paper all rows are in group 0. Rows of different groups above 0 do not see each other.
 

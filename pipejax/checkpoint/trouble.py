@@ -114,7 +114,7 @@ def reason_of(error: BaseException) -> str:
 
 def hush_stragglers() -> None:
     """Silences the tracebacks of arrays that Orbax abandons after another array could not be read or written."""
-    # These warnings are about coroutines that were abandoned before they began; the names are those of Orbax.
+    # Python warns of each coroutine that Orbax abandoned before it began. The pattern has the coroutines' names.
     names = "coroutine '.*(array|serialize|metadata|param_info).*' was never awaited"
     warnings.filterwarnings("ignore", names, RuntimeWarning)
     before, before_main = sys.unraisablehook, sys.excepthook

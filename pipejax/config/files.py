@@ -411,7 +411,7 @@ def from_json(text: str | bytes, *, where: str) -> Config:
 
 
 def _with_present_keys(values: Any, where: str) -> Any:
-    """Returns parsed JSON of a config with present keys instead of those of older releases.
+    """Returns parsed JSON of a config with the present names of keys in place of names of older releases.
 
     Raises:
       UserError: a setting has its former and its present key.
@@ -428,8 +428,8 @@ def _with_present_keys(values: Any, where: str) -> Any:
 def from_saved(values: object, *, where: str) -> Config:
     """Reads a config that was saved with weights, from its parsed JSON.
 
-    Configs saved by older releases lack `data.special_tokens`. Weights that such a release trained keep the source
-    ids of their training; converted weights get transformers' ids.
+    Configs saved by older releases lack `data.special_tokens`. Weights that an older release trained keep
+    the source ids of their training; converted weights get transformers' ids.
     """
     config = from_json(json.dumps(values), where=where)
     if config.train.method != "none" and lacks_special_tokens(values):

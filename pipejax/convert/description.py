@@ -95,7 +95,7 @@ def write_files(
     keys = " and ".join(f"decode.{key}" for key in of_rules)
     if keys and elsewhere:
         lines.append(f"{keys}: only pipejax decodes the rows of this directory with it; transformers ignores it")
-    elif keys and config.train.method != "none":  # pipejax exempts the separators of such a run
+    elif keys and config.train.method != "none":  # pipejax exempts separators if it trained the weights
         by_row = config.decode.repetition_scope == "row"
         counts = "the tokens of separators" + (", and of the rows before the current one" if by_row else "")
         lines.append(f"{keys}: in transformers {counts} count as repeated tokens; in pipejax they do not")

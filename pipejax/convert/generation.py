@@ -135,7 +135,7 @@ def special_ids(
 
 
 def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, list[str]]:
-    """Returns the `decode` settings equivalent to those of `generate` in the directory, and lines for the log.
+    """Returns the `decode` settings that are equivalent to the directory's settings of `generate`, and log lines.
 
     The lines name the converted settings, and the settings that have no equivalent.
     """

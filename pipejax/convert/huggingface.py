@@ -355,8 +355,8 @@ def _scores_of(restored: Restored, file: Path) -> JsonObject:
 def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
     """Returns the config of a converted model.
 
-    The settings are those of pipejax.json in the directory of the adapter or of the model, or else those of
-    transformers' `generate`.
+    The settings come from pipejax.json in the directory of the adapter or of the model. Without this file they follow
+    the settings of transformers' `generate`.
     """
     generate = generation.read_generation(directory, read_json(directory / "config.json"))
     read = (

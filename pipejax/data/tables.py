@@ -105,7 +105,7 @@ class _Quoting:
         return self.doubtful if self._is_broken else None
 
     def _look_like_rows(self, lines: Sequence[str], columns: int) -> bool:
-        """Returns whether nearly all lines have as many delimiters as a row.
+        """Returns whether nearly all lines have the number of delimiters of a row.
 
         A line with a space after a delimiter does not count, because prose has such spaces, unless the rows of the
         table have such spaces too.

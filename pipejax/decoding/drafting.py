@@ -308,7 +308,7 @@ class Drafts:
         # These values are computed as if every row with queries had begun; `begins` then determines which rows did.
         ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
         if circle is not None:
-            # Rows that do not begin are compared, too. This changes no answer: such a row could only add a later time.
+            # Rows that do not begin are compared, too. This changes no answer: these rows could only add a later time.
             circle = jnp.minimum(circle, rows.find_circle(written, length, ended, verdict.ends))
         begins = started | ((verdict.gain > 0) & rows.may_begin(ended, length, circle))
         gain, ends = jnp.where(begins, verdict.gain, 0), verdict.ends & begins

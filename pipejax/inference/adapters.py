@@ -84,7 +84,7 @@ def _check_tokenizer(place: Path, found: Tokenizer | None, expected: Tokenizer |
 
 
 def _compare(place: Path, found: dict[str, Tree], base: Restored) -> None:
-    """Raises a UserError unless an adapter's base weights equal those of the base. Rounded weights are not compared."""
+    """Raises a UserError unless the base weights of an adapter are the weights of `base`, if these are not rounded."""
     for path, array in flatten_dict(base.items["params"], sep="/").items():
         if array.dtype != np.float32:
             parents = base.path.parents[1]

@@ -271,7 +271,7 @@ class Xla(Backend):
         return held, lay_out_layer(layer, partial(as_matrix, weights=self.weights, dtype=model.dtype))
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
-        """Returns the laid-out parameters outside of layers: those for `encode`, and those of the decoder."""
+        """Returns the laid-out parameters outside of layers: parameters for `encode`, and weights of the decoder."""
         held = quantization.cast_or_quantize(
             {key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights
         )

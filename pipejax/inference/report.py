@@ -40,7 +40,7 @@ class Report:
         return found
 
     def summary(self, method: Method) -> JsonObject:
-        """Returns means and counts. The steps of `method` are measured, those of the other method are ideal."""
+        """Returns means and counts. Steps of `method` are measured; steps of the other method are ideal."""
         count = max(self.examples, 1)
         own, other = self.steps / count, self.other_steps / count if self.other_steps else None
         both = (method.name, own), (method.baseline, other)

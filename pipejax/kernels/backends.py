@@ -183,7 +183,7 @@ class OwnKernel(Xla):
 def _is_packed_t5(backbone: Backbone, portable: Backend) -> TypeGuard[T5Config]:
     """Returns whether a backbone is an unmodified T5 or UMT5.
 
-    The steps of such a backbone compute packed queries with the weights of `Xla`.
+    The steps of these two backbones compute packed queries with the weights of `Xla`.
     """
     return type(portable) is Xla and isinstance(backbone, T5Config)
 
@@ -205,7 +205,7 @@ def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike)
 def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
     """Returns the backend `Gpu` for an unmodified T5 or UMT5 in bfloat16 on a GPU, or None.
 
-    The arguments are those of `cpu_decoder_backend`.
+    See `cpu_decoder_backend` for the arguments.
     """
     if not _is_packed_t5(backbone, portable) or dtype != jnp.bfloat16:
         return None
@@ -233,7 +233,7 @@ def try_kernels(*, trains: bool) -> None:
 def cpu_products_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
     """Returns the backend `Products` for any other backbone in float32 on a CPU, or None.
 
-    The arguments are those of `cpu_decoder_backend`.
+    See `cpu_decoder_backend` for the arguments.
     """
     if _is_packed_t5(backbone, portable) or dtype != jnp.float32:
         return None

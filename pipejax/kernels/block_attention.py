@@ -197,7 +197,7 @@ def misfit(width: int, *, trains: bool) -> str:
 def refusal(width: int, *, trains: bool) -> str:
     """Returns the reason why the kernels are not used on this machine's GPU, or "" if a trial has passed.
 
-    The arguments are those of `misfit`.
+    See `misfit` for the arguments.
     """
     name = "attention in blocks, with gradients" if trains else "attention in blocks"
     return child_trials.refusal(name, f"{__name__}:disagreement", width, trains)

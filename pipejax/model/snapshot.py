@@ -1,7 +1,7 @@
 """Detects functions of a module that were replaced at run time, by comparing snapshots of the module's code.
 
-Kernels compute the same as certain modules of pipejax. If code outside pipejax replaces a function of such a module,
-the kernels must not be used, because they would not follow the change.
+Kernels compute the same results as certain modules of pipejax. If code outside pipejax replaces a function of one of
+these modules, the kernels must not be used, because their results would not change with the function.
 """
 
 import types

@@ -32,7 +32,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once; `json.loads`
 
 
 def loads(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Parses a JSON text; the arguments are those of `json.loads`.
+    """Parses a JSON text; see `json.loads` for the arguments.
 
     Raises:
       DuplicateKey: an object has a duplicate key.

@@ -175,7 +175,7 @@ def _check_names(case: BackboneCase) -> None:
 
 
 def _check_dtypes(case: BackboneCase) -> None:
-    """Compares shapes and dtypes of outputs in bfloat16 with those of `T5`."""
+    """Compares shapes and dtypes of outputs in bfloat16 with the outputs of `T5`."""
     config, scene, half = case.config, case.scene, case.config.module(dtype=jnp.bfloat16)
     batch, size = scene.tokens.shape
 
@@ -344,14 +344,13 @@ def _check_dropout(case: BackboneCase) -> None:
 
 
 def _check_steps(case: BackboneCase) -> None:
-    """Feeds the slots by steps, and compares the logits with those of the teacher-forced pass.
+    """Feeds the slots by steps, and compares the logits with the logits of the teacher-forced pass.
 
-    The slots are fed twice: by steps alone, and by steps each of which repeats a step that was undone.
+    The slots are fed twice: once step by step, and once with another step before each step, which feeds
+    other tokens and is overwritten.
     """
     scene, module, size = case.scene, case.config.module(), case.scene.tokens.shape[1]
-    starts = np.asarray(
-        [0, CHUNK], np.int32
-    )  # the first slot of each example; the second example begins at a later slot
+    starts = np.asarray([0, CHUNK], np.int32)  # the first slot of each example
     slots = size + CHUNK
 
     @compiled

@@ -158,7 +158,7 @@ def check_accounting(strategy: Strategy, vocabulary: int, *, is_ordered: bool) -
 
 
 def _check_algorithm_1(strategy: Strategy, found: Answers, expected: Answers) -> None:
-    """Raises a UserError unless an answer equals that of Algorithm 1, apart from the name of the limit that cut it."""
+    """Raises a UserError unless an answer equals the answer of Algorithm 1, except for the name of the limit."""
     empty: list[list[int]] = [[] for _ in found.rows[len(expected.rows) :]]
     for part, here, there in (
         ("tokens", found.rows, expected.rows + empty),

@@ -17,8 +17,8 @@ def gap(
 ) -> dict[str, tuple[float, float, float]]:
     """Returns the gain of the second predictions over the first in each score: (difference, low, high).
 
-    The interval is from a paired bootstrap. `first` and `second` are like `predicted` in `metrics.score`; all other
-    arguments are those of `metrics.score`.
+    The interval is from a paired bootstrap. `first` and `second` are like `predicted` in `metrics.score`; see
+    `metrics.score` for all other arguments.
     """
     before, after = (metrics.per_document(name, sources, gold, predicted) for predicted in (first, second))
     return bootstrap(before, after, functools.partial(metrics.combine, name))

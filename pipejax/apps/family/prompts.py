@@ -32,7 +32,7 @@ class PromptInDecoder(NamedRows):
         super().check()
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """See `Method`. The layout is that of named rows, but no end token is fed, since no other row would see it."""
+        """See `Method`. Lays rows out as `NamedRows` does, without end tokens, which no other row would see."""
         flat, was_cut = super().target(rows, spells, ids, most=most, where=where)
         return Target(grid.Flat(*(x[flat.inputs != ids.eos] for x in flat)), was_cut)
 

@@ -88,7 +88,7 @@ BY_CUSTOM_GENERATE = (
 def write_card(
     directory: Path, name: str, config: Config, tokenizer: bool, origin: ModelOrigin, affixes: Affixes | None
 ) -> list[str]:
-    """Writes README.md; the arguments are those of `card`. Returns remarks for the log, one per line."""
+    """Writes README.md; see `card` for the arguments. Returns remarks for the log, one per line."""
     is_adapter = peft_adapters.is_adapter(directory)
     text = card(name, config, tokenizer=tokenizer, origin=origin, is_adapter=is_adapter, affixes=affixes)
     (directory / CARD).write_text(text, encoding="utf-8")
@@ -193,7 +193,7 @@ def _missing_keys(given: Mapping[str, object]) -> list[str]:
 
 
 def _evaluation_flags(given: Mapping[str, object], config: Config) -> list[str]:
-    """Returns the flags of `pipejax evaluate` that reproduce scores, in addition to those of the default command.
+    """Returns the flags that `pipejax evaluate` needs, in addition to its default flags, to reproduce scores.
 
     Args:
       given: the output of `pipejax evaluate --json`.

@@ -146,7 +146,7 @@ def end_of(record: Object, place: str) -> tuple[int, str | None]:
 def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None, *, literal: bool = True) -> bool:
     """Returns whether these rows take this many steps.
 
-    With `literal`, the steps may also be those of the literal stopping rule, which needs no empty row.
+    With `literal`, the steps may also follow the literal stopping rule, which needs no empty row.
     """
     ends, next_start = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1), len(rows) * delay
     if truncated == "time_max":  # a row was open, or all had ended and no other could begin in time

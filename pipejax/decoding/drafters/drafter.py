@@ -45,7 +45,7 @@ class Written:
 
 @flax.struct.dataclass
 class Probes:
-    """Columns (probes) that a call feeds beside the tokens of rows. Their tokens never become tokens of the answer.
+    """Probe columns, or probes: tokens that a call feeds in addition to the rows. They are never part of the answer.
 
     A probe sees the accepted tokens up to its own row and time, and other probes, but no drafted token. Columns other
     than probes do not see it. Its cache slot is freed after the call, and the generated token is in `Written.probed` of
